@@ -21,6 +21,7 @@
 #include "common/signals.h"
 #include "group/group.h"
 #include "group/meeting.h"
+#include "group/open_refusals.h"
 #include "group/transfer.h"
 #include "plan/plan.h"
 
@@ -86,17 +87,30 @@ class PythonConnector final : public Connector {
       return error_from(found);
     });
   }
-  void meets(bool prepares) override {
-    with_python([&] { borrowed(connector_).attr("meets")(prepares); });
-  }
-  void has_met() override {
-    with_python([&] { borrowed(connector_).attr("has_met")(); });
-  }
 
  private:
   const std::shared_ptr<PyObject> connector_;
   std::mutex mutex_;
   std::shared_ptr<Store> store_;
+};
+
+// store, group_of: callables of Python.
+class PythonSite final : public OpenRefusals::Site {
+ public:
+  PythonSite(py::object store, py::object group_of)
+      : open_store_(kept(std::move(store))), group_of_(kept(std::move(group_of))) {}
+
+  std::shared_ptr<Store> store() override {
+    return with_python(
+        [&] { return store_of(borrowed(open_store_)().cast<c10::intrusive_ptr<c10d::Store>>()); });
+  }
+  std::shared_ptr<Group> group_of(const std::vector<int32_t>& ranks) override {
+    return with_python([&] { return borrowed(group_of_)(ranks).cast<std::shared_ptr<Group>>(); });
+  }
+
+ private:
+  const std::shared_ptr<PyObject> open_store_;
+  const std::shared_ptr<PyObject> group_of_;
 };
 
 // What abort() and close() of a Python object raise is printed.
@@ -134,19 +148,37 @@ void bind_groups(py::module_& m) {
       .def(py::init<>())
       .def("add", &KnownOffers::add, py::arg("offers"), NoGil());
   py::class_<Refusal, std::shared_ptr<Refusal>>(m, "Refusal").def("wait", &Refusal::wait, NoGil());
+  py::class_<OpenRefusals, std::shared_ptr<OpenRefusals>>(m, "OpenRefusals")
+      .def(py::init([](std::vector<int32_t> ranks, int32_t rank, py::object store, py::object group_of) {
+             return owned(new OpenRefusals(
+                 std::move(ranks), rank, std::make_shared<PythonSite>(std::move(store), std::move(group_of))));
+           }),
+           py::arg("ranks"), py::arg("rank"), py::arg("store"), py::arg("group_of"))
+      .def_static(
+          "refuse",
+          [](const std::string& why, std::vector<int32_t> known, bool prepares, double timeout,
+             const std::vector<std::shared_ptr<OpenRefusals>>& where) {
+            OpenRefusals::refuse(
+                std::make_shared<OpenRefusal>(why, std::move(known), prepares, checked_timeout(timeout)),
+                where);
+          },
+          py::arg("why"), py::arg("known"), py::arg("prepares"), py::arg("timeout"), py::arg("where"), NoGil())
+      .def("close", &OpenRefusals::close, NoGil());
   m.attr("CHANGED") = kChanged;
   m.def("stats", &stats_of, py::arg("work"));
   m.def("traffic", &traffic_tuples, py::arg("work"));
 
   py::class_<Group, std::shared_ptr<Group>>(m, "Group")
       .def(py::init([](std::vector<int32_t> ranks, int32_t rank, std::string name, py::object connector,
-                       std::shared_ptr<KnownOffers> known, size_t kept) {
-             return owned(new Group({std::move(ranks), rank, std::move(name)},
-                                    std::make_shared<PythonConnector>(std::move(connector)), std::move(known),
-                                    kept));
+                       std::shared_ptr<KnownOffers> known, size_t kept, std::shared_ptr<OpenRefusals> open) {
+             const auto group = std::make_shared<Group>(GroupIdentity{std::move(ranks), rank, std::move(name)},
+                                                        std::make_shared<PythonConnector>(std::move(connector)),
+                                                        std::move(known), kept, open);
+             open->know(group);
+             return owned(group);
            }),
            py::arg("ranks"), py::arg("rank"), py::arg("name"), py::arg("connector"), py::arg("known"),
-           py::arg("kept"))
+           py::arg("kept"), py::arg("refusals"))
       .def(
           "connect", [](Group& self, double timeout) { self.connect(checked_timeout(timeout)); },
           py::arg("timeout"), NoGil())
@@ -157,10 +189,6 @@ void bind_groups(py::module_& m) {
              double timeout) { return self.refuse(lane, ordinal, why, checked_timeout(timeout)); },
           py::arg("lane"), py::arg("ordinal"), py::arg("why"), py::arg("timeout"), NoGil())
       .def("next_ordinal", &Group::next_ordinal, py::arg("lane"), NoGil())
-      .def("is_awaited", &Group::is_awaited, NoGil())
-      .def("is_up", &Group::is_up, NoGil())
-      .def("was_used", &Group::was_used, NoGil())
-      .def("is_untouched", &Group::is_untouched, NoGil())
       .def_property_readonly("life", &Group::life)
       .def_property_readonly(
           "core", [](const Group& self) { return as_python(without_gil([&] { return self.core(); })); })

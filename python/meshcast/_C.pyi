@@ -309,22 +309,46 @@ class Refusal:
     def wait(self) -> None:
         """Returns once all ranks can know of it, or after a moment."""
 
+class OpenRefusals:
+    """Calls that this rank refused without knowing of which group they were, in one process group: see
+    csrc/core/group/open_refusals.h."""
+
+    def __init__(
+        self,
+        ranks: list[int],
+        rank: int,
+        store: Callable[[], Store],
+        group_of: Callable[[list[int]], Group],
+    ) -> None:
+        """group_of: makes the group of these ranks where there is none."""
+
+    @staticmethod
+    def refuse(why: str, known: list[int], prepares: bool, timeout: float, where: list[OpenRefusals]) -> None:
+        """Opens a refusal in each of these process groups; returns once other ranks can know of it, or
+        soon. known: ranks that are in the call."""
+
+    def close(self) -> None: ...
+
 class Group:
     """The ranks of a private group, over all lives of their connections: see csrc/core/group/group.h."""
 
     def __init__(
-        self, ranks: list[int], rank: int, name: str, connector: object, known: KnownOffers, kept: int
+        self,
+        ranks: list[int],
+        rank: int,
+        name: str,
+        connector: object,
+        known: KnownOffers,
+        kept: int,
+        refusals: OpenRefusals,
     ) -> None:
-        """connector: see groups/meeting.py. kept: agreements that a life remembers."""
+        """connector: see groups/meeting.py. kept: agreements that a life remembers. refusals: of the process
+        group."""
 
     def connect(self, timeout: float) -> None: ...
     def give_up_if_stuck(self) -> None: ...
     def refuse(self, lane: int, ordinal: int | None, why: str, timeout: float) -> Refusal: ...
     def next_ordinal(self, lane: int) -> int: ...
-    def is_awaited(self) -> bool: ...
-    def is_up(self) -> bool: ...
-    def was_used(self) -> bool: ...
-    def is_untouched(self) -> bool: ...
     @property
     def life(self) -> int: ...
     @property

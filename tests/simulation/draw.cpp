@@ -10,8 +10,8 @@
 namespace meshcast::simulation {
 
 const char* name_of(Act::Kind kind) {
-  constexpr std::array<const char*, 5> names{"calls", "other arguments", "refuses", "refuses to start",
-                                             "never comes"};
+  constexpr std::array<const char*, 6> names{"calls",       "other arguments", "refuses", "refuses to start",
+                                             "never comes", "refuses unread"};
   return names[static_cast<size_t>(kind)];
 }
 
@@ -22,7 +22,42 @@ const char* name_of(Fault::Kind kind) {
   return names[static_cast<size_t>(kind)];
 }
 
-Program draw_program(uint64_t seed) {
+namespace {
+
+// Refusals of calls whose group is not known, drawn beside the rest.
+void draw_unread(Program& program) {
+  std::mt19937_64 rng(program.seed * 0x9E3779B97F4A7C15U + 2);
+  const auto one_in = [&rng](uint64_t many) { return rng() % many == 0; };
+  for (Call& call : program.calls)
+    for (Act& act : call.acts)
+      if (act.kind == Act::Kind::Refuses && one_in(2)) act.kind = Act::Kind::RefusesUnread;
+  if (program.ranks > Wing::kRanks && one_in(program.joined ? 2 : 6)) {
+    program.wing.is_there = true;
+    if (one_in(2)) {
+      program.wing.refuser = static_cast<int>(rng() % Wing::kRanks);
+      program.wing.late = static_cast<int64_t>(rng() % 300000);
+    }
+  }
+  if (!program.joined || !one_in(3)) return;
+  // A call that nobody waits for while a rank refuses it: all do, or the others come later.
+  const size_t place = rng() % program.calls.size();
+  // One that is the only call of a rank that then leaves is told to nobody: it is not known that there is a
+  // group.
+  const bool all = place == 0 || one_in(2);
+  const size_t refuser = rng() % static_cast<uint64_t>(program.ranks);
+  Call& call = program.calls[place];
+  for (size_t rank = 0; rank < call.acts.size(); ++rank) {
+    Act& act = call.acts[rank];
+    act = {};
+    if (all || rank == refuser)
+      act.kind = Act::Kind::RefusesUnread;
+    else
+      act.late = static_cast<int64_t>(450000 + rng() % 400000);
+  }
+  for (Call& each : program.calls) each.limit = std::max(each.limit, kLongLimit);
+}
+
+Program draw_rest(uint64_t seed) {
   std::mt19937_64 rng(seed * 0x9E3779B97F4A7C15U + 1);
   const auto draw = [&](int64_t low, int64_t high) {
     return low + static_cast<int64_t>(rng() % static_cast<uint64_t>(high - low + 1));
@@ -80,12 +115,24 @@ Program draw_program(uint64_t seed) {
   return out;
 }
 
+}  // namespace
+
+Program draw_program(uint64_t seed) {
+  Program out = draw_rest(seed);
+  draw_unread(out);
+  return out;
+}
+
 std::string describe(const Program& program) {
   std::string out = fmt::format("program {}: {} ranks{}\n", program.seed, program.ranks,
                                 program.tells ? "" : ", a network that tells nothing");
   if (program.joined) out.insert(out.size() - 1, ", all of which need each other");
   if (program.backwards) out.insert(out.size() - 1, ", backwards");
   if (program.again) out.insert(out.size() - 1, ", a second group");
+  if (program.wing.is_there) out.insert(out.size() - 1, ", a wing");
+  if (program.wing.refuser >= 0)
+    out.insert(out.size() - 1, fmt::format(" that rank {} refuses to prepare, and the other {} us late",
+                                           program.wing.refuser, program.wing.late));
   if (program.kept == 1) out.insert(out.size() - 1, ", one agreement kept");
   for (size_t i = 0; i < program.calls.size(); ++i) {
     const Call& call = program.calls[i];
@@ -117,6 +164,8 @@ std::vector<std::string> kinds_of(const Program& program) {
   for (const Side& side : program.sides) found.insert(side.called_back ? "callback" : "lane and thread");
   if (program.backwards) found.insert("backwards");
   if (program.again) found.insert("second group");
+  if (program.wing.is_there) found.insert("wing");
+  if (program.wing.refuser >= 0) found.insert("refuses to prepare");
   if (found.empty()) return {"nothing"};
   return {found.begin(), found.end()};
 }

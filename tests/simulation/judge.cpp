@@ -23,6 +23,9 @@ using std::chrono::milliseconds;
 constexpr std::array<const char*, 6> kKinds{"MeshcastError",         "LayoutError",   "PlanMismatchError",
                                             "DeadlineExceededError", "PeerLostError", "AbortedError"};
 
+// In which those who wait in a call hear that it was refused, where they have come at about the same time.
+constexpr auto kSoon = milliseconds(550);
+
 class Judge {
  public:
   Judge(const Program& program, const Findings& found) : program_(program), found_(found) {}
@@ -40,9 +43,11 @@ class Judge {
     // What ranks brought to their meeting, and agreements that nobody has come after to clear away.
     if (program_.faults.empty() && !differs_up_to(program_.calls.size() - 1) &&
         !late_up_to(program_.calls.size() - 1) &&
-        found_.keys >
-            (3 * static_cast<size_t>(program_.ranks) + 4) * (1 + program_.sides.size() + program_.again))
+        found_.keys > (3 * static_cast<size_t>(program_.ranks) + 4) *
+                          (1 + program_.sides.size() + program_.again + 2 * program_.wing.is_there))
       throw Violation(fmt::format("{} keys are left in the store", found_.keys));
+    if (program_.faults.empty() && found_.meetings > 0)
+      throw Violation("the store says that a rank waits for others to meet, and none does");
     const size_t last = program_.calls.size() - 1;
     for (int rank = 0; rank < program_.ranks; ++rank) {
       for (size_t call = 0; call <= last; ++call) {
@@ -60,7 +65,7 @@ class Judge {
           if (own != Act::Kind::Calls) wrong(fmt::format("a call that {} succeeded", name_of(own)));
           continue;
         }
-        if (own == Act::Kind::Refuses || own == Act::Kind::RefusesToStart) {
+        if (refuses(own)) {
           if (*each.error == ErrorKind::Layout) continue;
         }
         if (const std::string why = unexplained(rank, call, each); !why.empty()) wrong(why);
@@ -69,11 +74,15 @@ class Judge {
     judge_culprits();
     judge_interrupt();
     judge_meeting();
+    judge_news();
     for (int rank = 0; rank < program_.ranks; ++rank)
       for (size_t i = 0; i < found_.beside.front().size(); ++i) judge_beside(rank, i);
   }
 
  private:
+  static bool refuses(Act::Kind kind) {
+    return kind == Act::Kind::Refuses || kind == Act::Kind::RefusesToStart || kind == Act::Kind::RefusesUnread;
+  }
   bool is_hurt(int rank) const {  // its time stood still, or ended
     return std::any_of(program_.faults.begin(), program_.faults.end(), [&](const Fault& fault) {
       return fault.rank == rank && (fault.kind == Fault::Kind::Kill || fault.kind == Fault::Kind::Freeze);
@@ -105,9 +114,12 @@ class Judge {
     return false;
   }
   bool late_up_to(size_t call) const {
+    const bool patient = std::all_of(program_.calls.begin(), program_.calls.end(),
+                                     [](const Call& each) { return each.limit >= kLongLimit; });
+    const double some = patient ? 1.0 : 0.2;  // seconds that matter to no limit
     for (size_t i = 0; i <= call; ++i)
       for (const Act& act : program_.calls[i].acts)
-        if (act.kind == Act::Kind::NeverComes || 1e-6 * static_cast<double>(act.late) > 0.2) return true;
+        if (act.kind == Act::Kind::NeverComes || 1e-6 * static_cast<double>(act.late) > some) return true;
     return false;
   }
 
@@ -120,15 +132,20 @@ class Judge {
     const auto wrong = [&](const std::string& why) {
       throw Violation(fmt::format("rank {}, call {} beside: {}: {}", rank, index, why, each.text));
     };
-    const bool second = index == found_.beside.front().size() - 1;
-    const bool is_drawn = index < program_.sides.size() || (second ? program_.again : program_.backwards);
-    // What befell the first group is nothing to the second, unless it lasts.
-    const bool must = calm || (second && !has_lasting_faults() && !is_hurt_any());
+    const size_t wing_place = program_.sides.size() + program_.calls.size();
+    const bool wing = index == wing_place;
+    const bool second = index == wing_place + 1;
+    bool is_drawn = index < program_.sides.size() || program_.backwards;
+    if (wing) is_drawn = program_.wing.is_there && rank < Wing::kRanks;
+    if (second) is_drawn = program_.again;
+    // What befell the first group is nothing to the second, unless it lasts. The wing comes before all calls.
+    const bool must =
+        calm || (second && !has_lasting_faults() && !is_hurt_any()) || (wing && program_.faults.empty());
     if (is_drawn && must && (!each.done || each.error)) wrong("nothing kept it from its end");
     if (!each.done || !each.error || is_hurt(rank)) return;
     switch (*each.error) {
       case ErrorKind::PlanMismatch:
-        if (!differ || second) wrong("no rank called with other arguments");
+        if (!differ || second || wing) wrong("no rank called with other arguments");
         break;
       case ErrorKind::PeerLost:
         if (!may_be_lost(each.peer, each.at)) wrong(fmt::format("rank {} was not lost", each.peer));
@@ -146,6 +163,25 @@ class Judge {
                 Fault::Kind::StoreDead, Fault::Kind::StoreFrozen, Fault::Kind::StoreEmptied});
   }
   bool is_hurt_any() const { return has({Fault::Kind::Freeze}); }
+
+  // Where calls are refused, and nothing else happens, those who wait in one hear of that soon.
+  void judge_news() const {
+    if (!program_.faults.empty() || !program_.sides.empty() || !all_wait() || !program_.joined) return;
+    for (size_t call = 0; call < program_.calls.size(); ++call) {
+      const auto& acts = program_.calls[call].acts;
+      Clock::duration refused = Clock::duration::max();
+      for (size_t rank = 0; rank < acts.size(); ++rank) {
+        if (1e-6 * static_cast<double>(acts[rank].late) > 0.2) return;
+        if (refuses(acts[rank].kind)) refused = std::min(refused, found_.endings[rank][call].begun);
+      }
+      if (refused == Clock::duration::max()) continue;
+      for (size_t rank = 0; rank < acts.size(); ++rank) {
+        const Ending& each = found_.endings[rank][call];
+        if (!refuses(acts[rank].kind) && each.error && each.at > std::max(each.begun, refused) + kSoon)
+          throw Violation("a call that was refused was waited in for long: " + each.text);
+      }
+    }
+  }
 
   // The ranks come together for the first call, or none of them does.
   void judge_meeting() const {
@@ -272,7 +308,7 @@ class Judge {
   bool refused_up_to(size_t call) const {
     for (size_t i = 0; i <= call; ++i)
       for (const Act& act : program_.calls[i].acts)
-        if (act.kind == Act::Kind::Refuses || act.kind == Act::Kind::RefusesToStart) return true;
+        if (refuses(act.kind)) return true;
     return false;
   }
 
@@ -314,6 +350,7 @@ class Judge {
     if (program_.faults.size() != 1 || found_.interrupted.empty()) return;
     if (differs_up_to(program_.calls.size() - 1) || late_up_to(program_.calls.size() - 1)) return;
     const auto& [interrupted, when] = *found_.interrupted.begin();
+    if (!found_.endings[static_cast<size_t>(interrupted)].front().done) return;  // it has not come to any call
     for (const auto& its : found_.endings)
       for (const Ending& each : its)
         if (each.done && each.error && each.at > std::max(each.begun, when) + milliseconds(1500))
@@ -341,12 +378,16 @@ class Judge {
     });
   }
   bool has_other_arguments() const { return has_act({Act::Kind::OtherArguments}); }
-  bool has_refusals() const { return has_act({Act::Kind::Refuses, Act::Kind::RefusesToStart}); }
+  bool has_refusals() const {
+    return has_act({Act::Kind::Refuses, Act::Kind::RefusesToStart, Act::Kind::RefusesUnread});
+  }
 
   bool may_be_lost(int32_t peer, Clock::duration when) const {
     if (peer < 0) return false;
     // A rank whose call failed may have left its group by then.
-    const auto& its = found_.endings[static_cast<size_t>(peer)];
+    auto its = found_.endings[static_cast<size_t>(peer)];
+    const auto& beside = found_.beside[static_cast<size_t>(peer)];
+    its.insert(its.end(), beside.begin(), beside.end());
     const auto left = found_.left_at.find(peer);
     const bool has_left = left != found_.left_at.end() && left->second <= when;
     for (const Ending& each : its)

@@ -29,13 +29,14 @@ std::string text_of(const Ending& each);  // its kind of error, or "success"
 // What came of a program, for its judge.
 struct Findings {
   std::vector<std::vector<Ending>> endings;    // by rank and call
-  std::vector<std::vector<Ending>> beside;     // of sides, then backwards by call, then of the second group
+  std::vector<std::vector<Ending>> beside;     // of sides, backwards by call, the wing, the second group
   std::map<int, Clock::duration> left_at;      // when a rank had made its calls
   std::map<int, Clock::duration> interrupted;  // when a wait of a rank was ended by a signal
   std::set<int> joined;                        // ranks that have met others
   Clock::duration ended{};                     // when the last of them was through
   uint64_t requests = 0;                       // to the store
   size_t keys = 0;                             // that are left in it
+  size_t meetings = 0;                         // of those, what says that a rank waits to meet others
 };
 
 // Throws Violation where a property does not hold.

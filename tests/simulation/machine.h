@@ -18,6 +18,7 @@
 #include "group/group.h"
 #include "group/group_core.h"
 #include "group/meeting.h"
+#include "group/open_refusals.h"
 #include "group/transfer.h"
 #include "simulation/scheduler.h"
 #include "simulation/world.h"
@@ -39,8 +40,6 @@ class SimulatedConnector final : public Connector {
     return std::make_unique<Way>(*this, prefix);
   }
   std::optional<Error> shortage(const std::exception& /*failure*/) override { return std::nullopt; }
-  void meets(bool /*prepares*/) override {}
-  void has_met() override {}
 
  private:
   class Way final : public Joining {
@@ -85,6 +84,27 @@ class SimulatedConnector final : public Connector {
   const GroupIdentity group_;
   Mutex mutex_;
   std::shared_ptr<Store> store_;
+};
+
+// The groups of one rank, all of one process group.
+class SimulatedSite final : public OpenRefusals::Site {
+ public:
+  explicit SimulatedSite(Storage& storage) : store_(storage.connect()) {}
+
+  void add(const std::shared_ptr<Group>& group) {
+    const std::lock_guard lock(mutex_);
+    groups_[group->identity().ranks] = group;
+  }
+  std::shared_ptr<Store> store() override { return store_; }
+  std::shared_ptr<Group> group_of(const std::vector<int32_t>& ranks) override {
+    const std::lock_guard lock(mutex_);
+    return groups_.at(ranks);
+  }
+
+ private:
+  const std::shared_ptr<Store> store_;
+  Mutex mutex_;
+  std::map<std::vector<int32_t>, std::shared_ptr<Group>> groups_;
 };
 
 class SimulatedTransfer final : public Transfer {

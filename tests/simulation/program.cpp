@@ -36,6 +36,8 @@ using std::chrono::seconds;
 // request may keep its memory, and the ticks between.
 constexpr double kBeyond = 4.0;
 constexpr double kAgainLimit = 100;
+constexpr double kWingLimit = 8;
+constexpr const char* kWrong = "its arguments are wrong";
 constexpr seconds kAll{600};  // of virtual time, for a whole program
 
 std::shared_ptr<const Plan> reversed(const Plan& plan) {
@@ -72,7 +74,7 @@ class Run {
     for (const auto& plan : plans_) reverse_plans_.push_back(program.backwards ? reversed(*plan) : nullptr);
     found_.endings.resize(static_cast<size_t>(program.ranks), std::vector<Ending>(program.calls.size()));
     found_.beside.resize(found_.endings.size(),
-                         std::vector<Ending>(program.sides.size() + program.calls.size() + 1));
+                         std::vector<Ending>(program.sides.size() + program.calls.size() + 2));
     left_ = program.ranks;
   }
 
@@ -93,6 +95,7 @@ class Run {
         if (network_.has_joined(rank)) found_.joined.insert(rank);
       found_.requests = storage_.requests();
       found_.keys = storage_.content().size();
+      for (const auto& [key, value] : storage_.content()) found_.meetings += key.starts_with("meeting/");
       judge(program_, found_);
     } catch (const std::exception& error) {
       out.violation = error.what();
@@ -105,6 +108,9 @@ class Run {
         ++out.ends[text_of(its[call])];
         out.calls.push_back(line_of(rank, call, its[call]));
       }
+      const auto& beside = found_.beside[static_cast<size_t>(rank)];
+      for (size_t i = 0; i < beside.size(); ++i)
+        if (beside[i].done) out.calls.push_back("beside: " + line_of(rank, i, beside[i]));
     }
     out.hand_overs = scheduler_.hand_overs();
     out.requests = storage_.requests();
@@ -200,20 +206,30 @@ class Run {
     note_main(rank);
     std::vector<int32_t> ranks(static_cast<size_t>(program_.ranks));
     std::iota(ranks.begin(), ranks.end(), 0);
-    const auto group_of = [&](const std::string& name) {
-      const GroupIdentity identity{ranks, rank, name};
-      return std::make_shared<Group>(
+    const auto site = std::make_shared<SimulatedSite>(storage_);
+    const auto open = std::make_shared<OpenRefusals>(ranks, rank, site);
+    const auto group_of = [&](const std::vector<int32_t>& members, const std::string& name,
+                              const std::shared_ptr<OpenRefusals>& open) {
+      const GroupIdentity identity{members, rank, name};
+      auto made = std::make_shared<Group>(
           identity, std::make_shared<SimulatedConnector>(scheduler_, storage_, network_, identity),
-          std::make_shared<KnownOffers>(), program_.kept);
+          std::make_shared<KnownOffers>(), program_.kept, open);
+      if (open) open->know(made);
+      return made;
     };
-    const auto group = group_of("simulated");
+    const auto group = group_of(ranks, "simulated", open);
+    site->add(group);
+    const auto wing = has_wing(rank) ? group_of({0, 1}, "wing", open) : nullptr;
+    if (wing) site->add(wing);
     std::vector<Thread> others;
     for (const Fault& fault : program_.faults) {
       if (fault.rank != rank || (fault.kind != Fault::Kind::Abort && fault.kind != Fault::Kind::Close))
         continue;
-      others.emplace_back([group, fault] {
+      others.emplace_back([group, wing, open, fault] {
         sleep_for(microseconds(fault.at));
         if (fault.kind == Fault::Kind::Abort) return group->abort("the program said so");
+        open->close();
+        if (wing) wing->close(Clock::now());
         group->close(Clock::now());
       });
     }
@@ -235,17 +251,20 @@ class Run {
         while (!lane->over) lane->changed.wait(lock);
       });
     try {
-      calls(rank, group);
+      if (wing) prepare_wing(rank, wing, open);
+      calls(rank, group, open);
     } catch (const Interrupted&) {
       // The program ends, in good order.
     }
     note_left(rank);
     for (Thread& each : others) each.join();
+    open->close();
+    if (wing) wing->close(Clock::now() + seconds(2));
     group->close(Clock::now() + seconds(2));
     if (program_.again) {
-      const auto second = group_of("simulated again");
+      const auto second = group_of(ranks, "simulated again", nullptr);
       const auto transfer = transfer_of(second, 0, 0);
-      make_beside(rank, program_.sides.size() + program_.calls.size(), kAgainLimit,
+      make_beside(rank, wing_place() + 1, kAgainLimit,
                   std::make_shared<SimulatedStart>(transfer, kAgainLimit, false));
       second->close(Clock::now() + seconds(2));
     }
@@ -296,7 +315,41 @@ class Run {
            begun, *start);
   }
 
-  void calls(int rank, const std::shared_ptr<Group>& group) {
+  bool has_wing(int rank) const { return program_.wing.is_there && rank < Wing::kRanks; }
+  size_t wing_place() const { return program_.sides.size() + program_.calls.size(); }
+
+  // Where a rank refuses that, the other one hears of it, and both prepare it again.
+  void prepare_wing(int rank, const std::shared_ptr<Group>& wing, const std::shared_ptr<OpenRefusals>& open) {
+    const int refuser = program_.wing.refuser;
+    if (refuser == rank)
+      OpenRefusals::refuse(std::make_shared<OpenRefusal>(kWrong, std::vector<int32_t>{}, true, kWingLimit),
+                           {open});
+    if (refuser >= 0 && refuser != rank) {
+      sleep_for(microseconds(program_.wing.late));
+      try {
+        wing->connect(kWingLimit);
+        if (program_.faults.empty())
+          throw Violation(fmt::format("rank {} prepared what rank {} refused", rank, refuser));
+      } catch (const Error& error) {
+        if (program_.faults.empty() && error.kind() != ErrorKind::PlanMismatch)
+          throw Violation(fmt::format("rank {} does not hear of a refusal: {}", rank, error.what()));
+      }
+    }
+    const TimePoint begun = Clock::now();
+    std::exception_ptr error;
+    try {
+      wing->connect(kWingLimit);
+    } catch (const Error&) {
+      error = std::current_exception();
+    } catch (const Interrupted& raised) {
+      wing->abort(raised.what());
+      throw;
+    }
+    end(rank, found_.beside[static_cast<size_t>(rank)][wing_place()], "the wing", kWingLimit,
+        seconds_since(begun), 0, error);
+  }
+
+  void calls(int rank, const std::shared_ptr<Group>& group, const std::shared_ptr<OpenRefusals>& open) {
     Transfers transfers;
     std::vector<Started> succeeded;
     std::vector<Started> started;
@@ -309,7 +362,7 @@ class Run {
       sleep_for(microseconds(act.late));
       const auto core = group->core();
       if (core && core->error() && !core->refused()) break;
-      const Started made = make(rank, i, group, transfers);
+      const Started made = make(rank, i, group, open, transfers);
       if (!made.start) continue;
       if (!act.waits)
         started.push_back(made);
@@ -328,14 +381,18 @@ class Run {
     }
   }
 
-  Started make(int rank, size_t i, const std::shared_ptr<Group>& group, Transfers& transfers) {
+  Started make(int rank, size_t i, const std::shared_ptr<Group>& group,
+               const std::shared_ptr<OpenRefusals>& open, Transfers& transfers) {
     const Call& call = program_.calls[i];
     const Act& act = call.acts[static_cast<size_t>(rank)];
     const TimePoint begun = Clock::now();
-    if (act.kind == Act::Kind::Refuses) {
-      group->refuse(0, std::nullopt, "its arguments are wrong", call.limit)->wait();
+    if (act.kind == Act::Kind::Refuses || act.kind == Act::Kind::RefusesUnread) {
+      if (act.kind == Act::Kind::Refuses)
+        group->refuse(0, std::nullopt, kWrong, call.limit)->wait();
+      else
+        OpenRefusals::refuse(std::make_shared<OpenRefusal>(kWrong, known_of(i), false, call.limit), {open});
       end(rank, found_.endings[static_cast<size_t>(rank)][i], fmt::format("call {}", i), call.limit,
-          seconds_since(begun), 0, std::make_exception_ptr(LayoutError("its arguments are wrong")));
+          seconds_since(begun), 0, std::make_exception_ptr(LayoutError(kWrong)));
       return {};
     }
     // Of a kind that is new to this rank, whatever it is to the others.
@@ -347,6 +404,13 @@ class Run {
     const auto start = std::make_shared<SimulatedStart>(transfer, call.limit, refuses);
     group->submit(start);
     return {i, start, begun};
+  }
+
+  // Ranks that are read from the arguments of an unread call. In its first call the group of all is no more
+  // likely to be meant than a wing that is up, unless a rank is known that only it has.
+  std::vector<int32_t> known_of(size_t call) const {
+    if (call > 0 || !program_.wing.is_there) return {};
+    return {program_.ranks - 1};
   }
 
   static double seconds_since(TimePoint begun) {

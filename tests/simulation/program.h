@@ -14,7 +14,8 @@ struct Act {
     OtherArguments,  // calls with a plan of its own
     Refuses,         // finds its own arguments wrong before the call
     RefusesToStart,  // finds its tensors wrong once the ranks have agreed
-    NeverComes       // nor to any later call
+    NeverComes,      // nor to any later call
+    RefusesUnread    // the same as Refuses, but it cannot read which group the call is of
   };
   Kind kind = Kind::Calls;
   int64_t late = 0;   // microseconds before the call
@@ -28,6 +29,19 @@ struct Call {
   double limit = 0;
   std::vector<Act> acts;  // by rank
 };
+
+// Beside the group of all ranks, one of the first two, in the same process group: prepared before all calls,
+// and never called.
+struct Wing {
+  bool is_there = false;
+  int refuser = -1;  // refuses to prepare it, without knowing the group; then both prepare it once more
+
+  int64_t late = 0;  // microseconds, of the other one
+
+  static constexpr int kRanks = 2;
+};
+
+constexpr double kLongLimit = 8;  // seconds
 
 // What happens besides, at a moment of virtual time.
 struct Fault {
@@ -72,6 +86,7 @@ struct Program {
   bool tells = true;       // the network says why a peer has left, and whether one is lost
   bool backwards = false;  // in the end each rank makes those of its calls that succeeded
   bool again = false;      // once all have left the group they make another, of the same name in the same store
+  Wing wing;
   std::vector<Call> calls;
   std::vector<Side> sides;
   std::vector<Fault> faults;

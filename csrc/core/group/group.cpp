@@ -7,7 +7,6 @@
 
 #include <fmt/format.h>
 
-#include "common/of_process.h"
 #include "common/signals.h"
 #include "common/thread_name.h"
 #include "group/bulletin.h"
@@ -22,11 +21,6 @@ using std::chrono::milliseconds;
 constexpr auto kStuck = milliseconds(1500);
 constexpr auto kKnown = milliseconds(700);       // that a rank that refuses waits until others know, at most
 constexpr auto kLeastClose = milliseconds(500);  // that a control thread gets at the end of its group
-
-// A command that other ranks have come to takes about as long. One that has taken longer waits for them.
-constexpr auto kPatience = milliseconds(2);
-
-OfProcess<Executor> control_of_process;
 
 // The group whose commands this thread runs. Not of use in a simulation, whose threads are one.
 thread_local const Group* controlled = nullptr;
@@ -69,12 +63,13 @@ std::optional<ErrorKind> kind_of(const std::exception_ptr& error) {
 }  // namespace
 
 Group::Group(GroupIdentity identity, std::shared_ptr<Connector> connector, std::shared_ptr<KnownOffers> known,
-             size_t kept)
+             size_t kept, std::shared_ptr<OpenRefusals> open)
     : identity_(std::move(identity)),
       connector_(std::move(connector)),
       known_(std::move(known)),
       kept_(kept),
-      control_(control_of_process.get([] { return std::make_shared<Executor>("mc-control", kPatience); })),
+      open_(std::move(open)),
+      control_(control_executor()),
       life_(kept) {}
 
 Group::~Group() {
@@ -90,6 +85,7 @@ std::shared_ptr<GroupCore> Group::core() const {
 
 void Group::submit(const std::shared_ptr<Command>& command) {
   origin_.check();
+  if (!command->ordinal || command->lane == kNoLane) assume_open();
   if (const auto refusal = enqueue(command)) {
     refusal->wait();
     command->refused();
@@ -177,6 +173,7 @@ void Group::run_commands(uint64_t turn) {
       const std::lock_guard lock(mutex_);
       if (turn_ != turn) return;
       done.swap(running_);
+      if (done && done->tells()) idle_.notify_all();
       if (queue_.empty()) {
         has_thread_ = false;
         idle_.notify_all();
@@ -270,11 +267,15 @@ bool Group::bring_up(const Command& command, uint64_t turn) {
     const std::lock_guard lock(mutex_);
     return closing_;
   };
-  part.prepares = command.lane == kNoLane;
+  part.waits = [this, prepares = command.lane == kNoLane] {
+    if (open_) open_->meets(identity_.ranks, prepares);
+  };
   struct Over {
-    Connector& connector;
-    ~Over() { connector.has_met(); }
-  } const over{*connector_};
+    Group& group;
+    ~Over() {
+      if (group.open_) group.open_->has_met(group.identity_.ranks);
+    }
+  } const over{*this};
   for (;;) {
     Met met = meet(identity_, *connector_, known_, part);
     if (met.core) return take(std::move(met), turn);
@@ -454,9 +455,24 @@ void Group::end_left() {
   }
 }
 
+void Group::assume_open() {
+  if (open_) open_->assume(*this);
+}
+
 std::shared_ptr<Refusal> Group::refuse(int32_t lane, std::optional<int64_t> ordinal, const std::string& why,
                                        double timeout_seconds) {
   origin_.check();
+  if (!ordinal) assume_open();
+  return refuse_now(lane, ordinal, why, timeout_seconds);
+}
+
+std::shared_ptr<Refusal> Group::refuse_next(int32_t lane, const std::string& why, double timeout_seconds) {
+  origin_.check();
+  return refuse_now(lane, std::nullopt, why, timeout_seconds);
+}
+
+std::shared_ptr<Refusal> Group::refuse_now(int32_t lane, std::optional<int64_t> ordinal, const std::string& why,
+                                           double timeout_seconds) {
   const bool backward = lane == AgreedPlan::kReverseLane;
   auto refusal = std::make_shared<Refusal>(shared_from_this(), lane, lane == kNoLane ? 0 : ordinal,
                                            deadline_after(timeout_seconds), why, Refusal::Told{backward, {}});
@@ -474,7 +490,13 @@ std::shared_ptr<Refusal> Group::retract(CallId call, const std::string& why, dou
   return refusal;
 }
 
-int64_t Group::next_ordinal(int32_t lane) const {
+int64_t Group::next_ordinal(int32_t lane) {
+  origin_.check();
+  assume_open();
+  return counted(lane);
+}
+
+int64_t Group::counted(int32_t lane) const {
   const std::lock_guard lock(mutex_);
   const auto found = ordinals_.find(lane);
   return found == ordinals_.end() ? 0 : found->second;
@@ -482,7 +504,7 @@ int64_t Group::next_ordinal(int32_t lane) const {
 
 bool Group::is_awaited() const {
   const auto core = this->core();
-  return core && core->awaited_in({0, next_ordinal(0)});
+  return core && core->awaited_in({0, counted(0)});
 }
 
 bool Group::was_used() const {
@@ -493,6 +515,18 @@ bool Group::was_used() const {
 bool Group::is_untouched() const {
   const std::lock_guard lock(mutex_);
   return !life_.core && !has_thread_ && !error_;
+}
+
+bool Group::is_over() const {
+  const auto store = control();
+  if (!store || !is_idle()) return false;
+  const auto cause = Bulletin(store).read_cause();
+  return cause && refused_in(*cause);
+}
+
+bool Group::is_idle() const {
+  const std::lock_guard lock(mutex_);
+  return !running_ && !has_thread_ && !error_;
 }
 
 std::shared_ptr<Attachment> Group::attached(const std::string& key) const {
@@ -621,6 +655,12 @@ void Group::abort(const std::string& reason) {
   for (const auto& [key, thing] : attached) thing->abort(reason);
 }
 
+// That have not been told yet.
+bool Group::has_refusals() const {
+  const auto refuses = [](const auto& command) { return command && command->tells(); };
+  return refuses(running_) || std::any_of(queue_.begin(), queue_.end(), refuses);
+}
+
 void Group::close(TimePoint limit) {
   if (origin_.foreign()) return;
   std::map<std::string, std::shared_ptr<Attachment>> attached;
@@ -634,7 +674,11 @@ void Group::close(TimePoint limit) {
   std::deque<std::shared_ptr<Command>> queue;
   std::exception_ptr error;
   {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    // The others would take this rank for lost where they do not hear that it refused a call.
+    if (controlled != this || Simulation::current())
+      idle_.wait_until(lock, std::min<TimePoint>(limit, Clock::now() + kKnown),
+                       [this] { return !has_refusals(); });
     queue.swap(queue_);
     if (!error_)
       error_ =

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -20,6 +21,7 @@
 #include "group/agreements.h"
 #include "group/group_core.h"
 #include "group/meeting.h"
+#include "group/open_refusals.h"
 #include "group/refusals.h"
 #include "run/executor.h"
 
@@ -46,6 +48,7 @@ class Command : public std::enable_shared_from_this<Command> {
   virtual Begun begin(const std::shared_ptr<GroupCore>& core, const std::exception_ptr& error) = 0;
   // After Refused: the other ranks know by now, as far as they can.
   virtual void refused() {}
+  virtual bool tells() const { return false; }  // the other ranks, that this one refused a call
 
   CallId call() const { return {lane, ordinal.value_or(0)}; }
 
@@ -78,15 +81,19 @@ class Refusal;
 // Thread-safe. Only connect() and close() wait, and submit() for a moment where it has to tell of a refusal.
 class Group : public std::enable_shared_from_this<Group> {
  public:
-  // kept: agreements that a life remembers, the same number on all ranks.
+  // kept: agreements that a life remembers, the same number on all ranks. open: of its process group, which has
+  // yet to know of this group; may be null.
   Group(GroupIdentity identity, std::shared_ptr<Connector> connector, std::shared_ptr<KnownOffers> known,
-        size_t kept);
+        size_t kept, std::shared_ptr<OpenRefusals> open = nullptr);
   ~Group();
 
   const GroupIdentity& identity() const { return identity_; }
+  bool has(int32_t rank) const {
+    return std::binary_search(identity_.ranks.begin(), identity_.ranks.end(), rank);
+  }
 
-  // Counts a command, unless it has an ordinal, and begins it behind all earlier ones. Throws AbortedError in a
-  // forked child.
+  // Counts a command, unless it has an ordinal, and begins it behind all earlier ones, also refusals that may
+  // have been of this group. Throws AbortedError in a forked child.
   void submit(const std::shared_ptr<Command>& command);
   // Brings the group up, unless it is. Throws what keeps it from coming up.
   void connect(double timeout_seconds);
@@ -98,16 +105,21 @@ class Group : public std::enable_shared_from_this<Group> {
   // instead of waiting. ordinal: of a call that has been counted.
   std::shared_ptr<Refusal> refuse(int32_t lane, std::optional<int64_t> ordinal, const std::string& why,
                                   double timeout_seconds);
+  // The same of the next call of a lane, though earlier refusals may be open.
+  std::shared_ptr<Refusal> refuse_next(int32_t lane, const std::string& why, double timeout_seconds);
   // The same of a call that this rank began in life `life`, whose source it changed while that may have
   // travelled. Ranks in the call raise, and others do as they next wait for a call of this group.
   std::shared_ptr<Refusal> retract(CallId call, const std::string& why, double timeout_seconds,
                                    std::function<std::optional<int64_t>()> life);
 
-  int64_t next_ordinal(int32_t lane) const;
+  int64_t next_ordinal(int32_t lane);
   bool is_awaited() const;  // by another rank, in the next call of lane 0, as far as the store knows
   bool is_up() const { return core() != nullptr; }
   bool was_used() const;      // it is up, or a call was ever counted: it may be between two lives
   bool is_untouched() const;  // it is neither up nor on the way there
+  // A refused call has ended this life, as the store knows: the others may meet for the next, where this rank
+  // is not on the way there.
+  bool is_over() const;
   // A number of the connections that the ranks have now; a refused call may end them.
   int64_t life() const { return lives_; }
   std::shared_ptr<GroupCore> core() const;
@@ -158,8 +170,14 @@ class Group : public std::enable_shared_from_this<Group> {
 
   friend class Refusal;
 
+  void assume_open();
+  int64_t counted(int32_t lane) const;
+  std::shared_ptr<Refusal> refuse_now(int32_t lane, std::optional<int64_t> ordinal, const std::string& why,
+                                      double timeout_seconds);
   std::shared_ptr<Refusal> enqueue(std::shared_ptr<Command> command);
   std::shared_ptr<Refusal> begin_here(std::unique_lock<Mutex>& lock, std::shared_ptr<Command> command);
+  bool has_refusals() const;
+  bool is_idle() const;
   std::shared_ptr<Refusal> refusal_of(const std::shared_ptr<Command>& command);
   void start_thread(std::unique_lock<Mutex>& lock);
   void fail_without_thread(std::unique_lock<Mutex>& lock);
@@ -188,10 +206,11 @@ class Group : public std::enable_shared_from_this<Group> {
   const std::shared_ptr<Connector> connector_;
   const std::shared_ptr<KnownOffers> known_;
   const size_t kept_;
+  const std::shared_ptr<OpenRefusals> open_;
   const std::shared_ptr<Executor> control_;  // of all groups of the process
 
   mutable Mutex mutex_;
-  Condition idle_;  // no command runs
+  Condition idle_;  // no command runs, or a refusal has been told
   std::deque<std::shared_ptr<Command>> queue_;
   std::shared_ptr<Command> running_;  // in the control thread, or in that of a caller
   bool has_thread_ = false;           // or is about to have one
@@ -230,6 +249,7 @@ class Refusal final : public Command {
   // Returns once all ranks can know of it, or soon: a call made at once could be over before.
   void wait();
   Begun begin(const std::shared_ptr<GroupCore>& core, const std::exception_ptr& error) override;
+  bool tells() const override { return true; }
 
  private:
   Begun tell(const std::shared_ptr<GroupCore>& core, bool failed);

@@ -1,8 +1,25 @@
 #include "group/group_base.h"
 
+#include <chrono>
+
 #include <fmt/format.h>
 
+#include "common/of_process.h"
+#include "run/executor.h"
+
 namespace meshcast {
+namespace {
+
+// A command that other ranks have come to takes about as long. One that has taken longer waits for them.
+constexpr auto kPatience = std::chrono::milliseconds(2);
+
+OfProcess<Executor> control_of_process;
+
+}  // namespace
+
+std::shared_ptr<Executor> control_executor() {
+  return control_of_process.get([] { return std::make_shared<Executor>("mc-control", kPatience); });
+}
 
 void GroupBase::abort(const std::string& reason) {
   if (!origin_.foreign() && !failure()) watcher_->abort(reason);

@@ -17,6 +17,11 @@
 
 namespace meshcast {
 
+class Executor;
+
+// The threads in which the commands of all groups of this process run.
+std::shared_ptr<Executor> control_executor();
+
 // What both cores of a private group share, that of its CPUs and that of its GPUs: who the group is, how it
 // fails. Thread-safe.
 class GroupBase {

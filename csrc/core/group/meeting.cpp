@@ -151,7 +151,7 @@ class MeetingCall {
       if (verdict.empty())
         if (const std::string reason = reason_to_end(now - begun); !reason.empty())
           verdict = conversation_->verdict(kVerdict, reason);
-      if (now - begun > kLookAfterPeers && !std::exchange(waits_, true)) connector_.meets(part_.prepares);
+      if (now - begun > kLookAfterPeers && !std::exchange(waits_, true) && part_.waits) part_.waits();
       if (verdict == kMet) return texts();
       if (!verdict.empty()) {
         if (ends_another_call(Verdict(verdict))) return std::nullopt;

@@ -68,10 +68,6 @@ class Connector {
   virtual std::unique_ptr<Joining> join(const std::string& prefix) = 0;
   // The error to raise for a failure that comes of such a shortage; none where it does not.
   virtual std::optional<Error> shortage(const std::exception& failure) = 0;
-  // The ranks of this group wait to meet, for longer than a moment: for prepare(), or for a call. Then that is
-  // over.
-  virtual void meets(bool prepares) = 0;
-  virtual void has_met() = 0;
 };
 
 // What one rank knows of the others while they wait for each other. Thread-safe.
@@ -126,7 +122,7 @@ struct MeetingPart {
   std::function<Ordinals()> next;  // of this rank
   TimePoint deadline;
   std::function<std::string()> closing;  // why this rank ends the group; "" while it does not
-  bool prepares = false;
+  std::function<void()> waits;           // called once this rank has waited for more than a moment; may be null
 };
 
 // Waits until every rank of the group is here, then connects. The first rank that sees all, or that gives up,

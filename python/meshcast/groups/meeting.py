@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -24,9 +23,6 @@ from ..topology import Topology
 from .network import Network
 from .rails import agreed_count, first_rails, interfaces
 from .shortage import Shortage, as_shortage, few_descriptors
-
-if TYPE_CHECKING:
-    from .refusals import OpenRefusals
 
 __all__ = ["Connector"]
 
@@ -52,7 +48,6 @@ class Connector:
         name: str,
         timeout: float,
         store: Callable[[], dist.Store],
-        refusals: OpenRefusals,
     ) -> None:
         self.ranks, self.rank, self.name, self.timeout = tuple(ranks), rank, name, timeout
         self.topology: Topology | None = None
@@ -60,11 +55,6 @@ class Connector:
         self.conversation: _C.Conversation | None = None
         self.control: Any = None
         self._open_store = store
-        self._refusals: OpenRefusals | None = refusals
-
-    def close(self) -> None:
-        """Drops what refers to the process group."""
-        self._refusals = None
 
     def store(self) -> dist.Store:
         return self._open_store()
@@ -76,15 +66,6 @@ class Connector:
     def shortage(self, text: str) -> MeshcastError | None:
         """Returns the error to raise where a failure with this text comes of a shortage."""
         return as_shortage(RuntimeError(text), **self.where())
-
-    def meets(self, prepares: bool) -> None:
-        if self._refusals is not None:
-            self._refusals.meets(self.ranks, prepares=prepares)
-
-    def has_met(self) -> None:
-        if self._refusals is not None:
-            with suppress(Exception):  # the store has gone
-                self._refusals.has_met(self.ranks)
 
     def where(self) -> dict[str, Any]:
         return {"rank": self.rank, "op": "connect", "phase": "connect"}

@@ -20,7 +20,6 @@ from .. import _C
 from ..base import checks, forks
 from ..errors import LayoutError, MeshcastError
 from .private import PrivateGroup
-from .refusals import OpenRefusals
 from .store import StoreConnection
 
 __all__ = ["ParentGroup", "known_parents", "parent_group", "seconds"]
@@ -61,12 +60,9 @@ class ParentGroup:
         self._born = forks.count
         self._groups_lock = threading.Lock()  # two threads must not make one group twice: it meets once
         self._twins: dict[str, ParentGroup] = {}
-        self.refusals = OpenRefusals(
-            store,
-            self.ranks,
-            rank,
-            lambda: [group for group in list(self._groups.values()) if rank in group.ranks],
-            lambda members: self.private(members, "reshard"),
+        # Calls that this rank refused, of which it is not known whose they were.
+        self.refusals = _C.OpenRefusals(
+            sorted(ranks), rank, store, lambda members: self.private(members, "reshard")
         )
         self.at_end: dict[str, Callable[[], None]] = {}  # by name, what else ends with it; never blocks long
 

@@ -17,9 +17,10 @@ from ..base import forks
 from ..errors import MeshcastError
 from ..topology import Topology
 from .meeting import Connector
-from .refusals import NO_LANE, OpenRefusals
 
 __all__ = ["PrivateGroup"]
+
+NO_LANE = -1  # of prepare(), which is counted in none
 
 KEPT_AGREEMENTS = (
     256  # kinds of call that a group remembers, the same on all ranks; far fewer than it has slots
@@ -36,7 +37,7 @@ class PrivateGroup(_C.Group):
         rank: int,
         timeout: float,
         known: _C.KnownOffers,
-        refusals: OpenRefusals,
+        refusals: _C.OpenRefusals,
         within: str = "",
     ) -> None:
         """store: connects where that has not been done. known, refusals: what ranks offered when they met,
@@ -48,9 +49,8 @@ class PrivateGroup(_C.Group):
         self.members = _C.Members(self.name, self.ranks, within)  # as the flight record shows it
         self.transfers: dict[Any, Any] = {}  # compiled ones, kept by make.py
         self.born = forks.count
-        self._connector = Connector(self.ranks, rank, self.name, timeout, store, refusals)
-        super().__init__(list(self.ranks), rank, self.name, self._connector, known, KEPT_AGREEMENTS)
-        self.refusals = refusals
+        self._connector = Connector(self.ranks, rank, self.name, timeout, store)
+        super().__init__(list(self.ranks), rank, self.name, self._connector, known, KEPT_AGREEMENTS, refusals)
 
     @property
     def topology(self) -> Topology | None:
@@ -74,11 +74,8 @@ class PrivateGroup(_C.Group):
         return self._connector.control
 
     def before_call(self) -> None:
-        """Raises AbortedError in a forked child. A refusal of which it was not known whose call it was is
-        taken for one of this group."""
+        """Raises AbortedError in a forked child."""
         forks.check(self.born, "reshard")
-        if self.refusals.open:
-            self.refusals.assume(self)
 
     def refuse(  # type: ignore[override]  # the error itself
         self, lane: int, error: Exception, timeout: float, *, ordinal: int | None = None
@@ -91,12 +88,6 @@ class PrivateGroup(_C.Group):
     def refuse_call(self, error: Exception, timeout: float, *, prepares: bool) -> _C.Refusal:
         """The same for a call of lane 0, or for prepare(), which is counted in no lane."""
         return self.refuse(NO_LANE if prepares else 0, error, timeout)
-
-    def next_ordinal(self, lane: int) -> int:
-        """Returns that of the next call that this rank makes."""
-        if self.refusals.open:
-            self.refusals.assume(self)
-        return super().next_ordinal(lane)
 
     def connect(self, timeout: float) -> None:
         """Brings the group up, unless it is; blocks. Raises what keeps it from coming up."""
@@ -118,7 +109,6 @@ class PrivateGroup(_C.Group):
         """Ends the group in any state. Transfers in flight may finish until `limit`, by time.monotonic().
         Queued calls fail."""
         super().close(limit)
-        self._connector.close()
         # Compiled transfers refer to their group. Left in this cycle, the communicators would keep their
         # threads, which look for messages 100 times a second, until the garbage collector comes by.
         self.transfers.clear()

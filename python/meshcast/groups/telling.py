@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from .. import _C
 from ..base import forks
 from ..base.observe import Flight, Members, log
 from ..errors import AbortedError, LayoutError, mark_told, typed, was_told
 from ..layout import Layout
 from .parent import ParentGroup, known_parents, parent_group, seconds
-from .refusals import OpenRefusal, OpenRefusals
 
 if TYPE_CHECKING:
     from .private import PrivateGroup
@@ -91,10 +91,8 @@ def _tell(
             parent.private(sorted(known), op).refuse_call(error, limit, prepares=prepares).wait()
             return
         known = set()
-    refusal = OpenRefusal(error, frozenset(known), prepares, limit)
-    for each in parents:
-        each.refusals.add(refusal, keeps=len(parents) == 1)
-    OpenRefusals.settle(refusal, [each.refusals for each in parents])
+    where = [each.refusals for each in parents]
+    _C.OpenRefusals.refuse(str(error), sorted(known), prepares, limit, where)
 
 
 def _parents(group: Any, op: str) -> tuple[list[ParentGroup], bool]:

@@ -31,8 +31,6 @@ class Machine final : public Connector {
   std::shared_ptr<Store> store() override { return store_; }
   std::unique_ptr<Joining> join(const std::string& /*prefix*/) override { return std::make_unique<Way>(*this); }
   std::optional<Error> shortage(const std::exception& /*failure*/) override { return std::nullopt; }
-  void meets(bool /*prepares*/) override {}
-  void has_met() override {}
 
   std::map<int32_t, std::string> offers;  // of those that have met
 
