@@ -14,10 +14,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from . import hosts
 from . import rendezvous as meet
-from .hosts import JobGoneError
-from .workers import Config, Workers
+from .agent import Config, Workers
+from .rendezvous import JobGoneError
 
 __all__ = ["Follower"]
 
@@ -44,11 +43,11 @@ class Follower:
                 while True:
                     for name, failure in workers.ended():
                         local_rank, _ = meet.parts_of(name)
-                        ended = hosts.Ended(name, local_rank, 0, 0, "", 0)
+                        ended = meet.Ended(name, local_rank, 0, 0, "", 0)
                         if failure is not None:
                             log.warning("worker %s (pid %d) died: %s", name, failure.pid, failure.message)
                             facts = (failure.pid, failure.exitcode, failure.message, failure.timestamp)
-                            ended = hosts.Ended(name, local_rank, *facts)
+                            ended = meet.Ended(name, local_rank, *facts)
                         link.said.append(ended)
                     while (order := link.next()) is not None:
                         if order.what == "over":
@@ -77,10 +76,10 @@ class Follower:
                 raise JobGoneError(
                     f"the job at {host}:{port} has the id {its!r}, not {self._config.run_id!r}"
                 )
-            number = store.add(hosts.HOSTS, 1) - 1
-            hello = hosts.Hello(socket.gethostname(), self._config.most)
-            meet.tell(store, hosts.hello_key(number), hello)
-            while (refused := meet.found(store, hosts.welcome_key(number))) is None:
+            number = store.add(meet.HOSTS, 1) - 1
+            hello = meet.Hello(socket.gethostname(), self._config.most)
+            meet.tell(store, meet.hello_key(number), hello)
+            while (refused := meet.found(store, meet.welcome_key(number))) is None:
                 if time.monotonic() > limit:
                     raise JobGoneError(f"the agent at {host}:{port} does not answer")
                 time.sleep(self._config.interval)
@@ -91,7 +90,7 @@ class Follower:
         return store, number
 
 
-def _carry_out(order: hosts.Order, workers: Workers) -> None:
+def _carry_out(order: meet.Order, workers: Workers) -> None:
     if order.what == "start":
         workers.start(*meet.parts_of(order.worker))
     elif order.what == "kill":
@@ -105,16 +104,16 @@ class _Link:
     said: workers that have ended, to be told."""
 
     def __init__(self, store: dist.TCPStore, number: int, config: Config) -> None:
-        self.said: deque[hosts.Ended] = deque()
+        self.said: deque[meet.Ended] = deque()
         self._store, self._number, self._config = store, number, config
-        self._orders: deque[hosts.Order] = deque()
+        self._orders: deque[meet.Order] = deque()
         self._heard = time.monotonic()
         self._lost = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshcast-agent", daemon=True)
         self._thread.start()
 
-    def next(self) -> hosts.Order | None:
+    def next(self) -> meet.Order | None:
         """The next order. Raises JobGoneError where the leader is gone or has given this host up."""
         if self._orders:
             return self._orders.popleft()
@@ -132,17 +131,17 @@ class _Link:
         beats = told = taken = 0
         try:
             while not self._stop.wait(self._config.interval):
-                self._store.set(hosts.beat_key(self._number), str(beats := beats + 1))
+                self._store.set(meet.beat_key(self._number), str(beats := beats + 1))
                 while self.said:
-                    meet.tell(self._store, hosts.ended_key(self._number, told), self.said.popleft())
+                    meet.tell(self._store, meet.ended_key(self._number, told), self.said.popleft())
                     told += 1
-                while (said := meet.found(self._store, hosts.order_key(self._number, taken))) is not None:
-                    self._orders.append(hosts.Order(*said))
+                while (said := meet.found(self._store, meet.order_key(self._number, taken))) is not None:
+                    self._orders.append(meet.Order(*said))
                     taken += 1
                 if self._store.check([meet.gone_key(self._number)]):
                     self._lost = "the job goes on without this host, whose agent was silent"
                     return
                 self._heard = time.monotonic()
-            self._store.set(hosts.done_key(self._number), "")
+            self._store.set(meet.done_key(self._number), "")
         except RuntimeError as error:
             self._lost = f"the job's agent is gone: {error}".splitlines()[0]

@@ -14,24 +14,107 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import Replicate
+from torch.optim import Optimizer
 from typing_extensions import Self
 
+from ..base import checks
 from ..base.observe import join_job, log
 from ..errors import LayoutError, MeshcastError
 from ..layout import Layout
 from ..pipelining.errors import ScheduleError
+from ..resharding.state_entries import local_of
 from . import rendezvous as meet
-from .budget import budget_of, check_budget
-from .generations import Generations
 from .leaving import abort_groups, leave_groups
 from .places import Old, Place
 from .remesh import remesh
-from .undo import Before
-from .watch import Watch
+from .rendezvous import Watch
+from .replicas import Generations
 
-__all__ = ["Job", "Training"]
+__all__ = ["Before", "Job", "Training", "budget_of", "check_budget"]
+
+
+class Before:
+    """Random generators, buffers of modules and hyperparameters of optimizers, as they are when it is made.
+
+    training: a module, or an object with modules and optimizers as attributes. Parameters and what optimizers
+    hold of them do not change before a step is committed: they are not copied.
+    """
+
+    def __init__(self, training: object) -> None:
+        self._modules = list(_parts(training, nn.Module))
+        self._optimizers = list(_parts(training, Optimizer))
+        self._buffers = [(x, x.detach().clone()) for module in self._modules for x in module.buffers()]
+        self._options = [(group, _options(group)) for each in self._optimizers for group in each.param_groups]
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+    def restore(self) -> None:
+        """Gradients are dropped: they may be of a part of the step."""
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
+        for group, options in self._options:
+            group.update(options)
+        # FSDP's modules name other tensors in the middle of a step than the optimizer does.
+        for part in (*self._modules, *self._optimizers):
+            part.zero_grad()
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    copied = {name: value for name, value in group.items() if name != "params"}
+    return {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in copied.items()}
+
+
+def _parts(training: object, kind: type) -> Iterator[Any]:
+    if isinstance(training, kind):
+        yield training
+    else:
+        yield from (each for each in vars(training).values() if isinstance(each, kind))
+
+
+_MOST = 1 << 62  # bytes
+
+
+def budget_of(op: str, memory: Any) -> int | None:
+    """`memory` as a number of bytes; None where there is no limit. Raises LayoutError for what is neither."""
+    return None if memory is None else checks.integer(f"{op}: memory", memory, 1, _MOST)
+
+
+def check_budget(op: str, memory: int | None, new: Any, old: Any, group: dist.ProcessGroup) -> None:
+    """Raises LayoutError on all ranks of `group` where the state of one needs more than its `memory`.
+
+    new: the training that was just made on this rank. old: the one whose state it takes over, or None. Both
+    are there until all ranks have moved.
+    """
+    needed = [0, 0, 0] if memory is None else [memory, _held(new), _held(old)]
+    of_all = [torch.zeros(3, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(of_all, torch.tensor(needed), group=group)
+    for rank, (limit, now, then) in enumerate(each.tolist() for each in of_all):
+        if now + then > limit:
+            raise LayoutError(
+                f"{op}: {len(of_all)} ranks are too few for the state: rank {rank} needs {now} bytes for its "
+                f"share and {then} for what it held before; memory= allows {limit}. Start more workers, or "
+                "allow more",
+                rank=rank,
+                op=op,
+            )
+
+
+def _held(training: Any) -> int:
+    """Bytes of the state's tensors on this rank. Views of one storage count once, with all of it."""
+    storages = {}
+    for value in () if training is None else training.state_dict().values():
+        if isinstance(value, torch.Tensor):
+            storage = local_of(value).untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
 
 OP = "elastic.Job"
 _STEPS = "meshcast.elastic.steps"  # entry of the state beside the user's

@@ -1,4 +1,6 @@
-"""Old and new places of the entries of a state: from the arguments of `remesh`, for reshard_state_dict."""
+"""The old and new places of the entries of a state, from the arguments of `remesh`, and the calls that the
+ranks of a job make together, under the name of the operation that they are for.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,34 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..base import checks
-from ..errors import LayoutError
+from ..errors import LayoutError, MeshcastError
 from ..layout import Layout
 from ..resharding.meshes import lost_ranks, positive_placements, ranks_then
+from ..resharding.state_arguments import Given
+from ..resharding.state_results import ReshardedState
+from ..resharding.state_run import Conversation, Prepared
+from ..resharding.state_specs import OP as MOVE
 from ..resharding.state_values import is_carried
 from ..spec import TensorSpec
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["OP", "New", "Old", "Ranks", "copies_of", "destinations", "old_layouts", "read_ranks"]
+    from ..groups.parent import ParentGroup
+
+__all__ = [
+    "New",
+    "OP",
+    "Old",
+    "Ranks",
+    "call_by",
+    "copies_of",
+    "destinations",
+    "old_layouts",
+    "read_ranks",
+    "run",
+]
+
 
 OP = "remesh"
 
@@ -175,3 +195,19 @@ def destinations(
         elif not is_carried(where):  # what is no tensor comes along by itself
             found[name] = where
     return found, outs
+
+
+def run(parent: ParentGroup, talk: Conversation, deadline: float, given: Given | Exception) -> ReshardedState:
+    """One call among all ranks. An error in place of arguments is raised here, and told to the others."""
+    wrong = given if isinstance(given, Exception) else None
+    arguments = Given(None, None) if isinstance(given, Exception) else given
+    result = ReshardedState()
+    talk.run(Prepared(parent.rank, arguments, None, wrong=wrong), deadline, result)
+    return result
+
+
+def call_by(op: str, error: MeshcastError) -> None:
+    """Makes the error of a call inside one of `op`."""
+    text = str(error).replace(MOVE, op)
+    error.args = (text if text.startswith(op) else f"{op}: {text}",)
+    error.op = op if error.op in (None, MOVE) else error.op

@@ -22,9 +22,8 @@ from ..resharding.state_run import Conversation, conversation
 from ..resharding.state_values import is_carried
 from ..resharding.tensor_map import TensorMap
 from .leaving import forget_meshes
-from .places import OP, New, Old, Ranks, copies_of, destinations, old_layouts, read_ranks
+from .places import OP, New, Old, Ranks, call_by, copies_of, destinations, old_layouts, read_ranks, run
 from .replicas import Replicas
-from .telling import call_by, run
 
 if TYPE_CHECKING:
     import torch

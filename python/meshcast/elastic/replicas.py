@@ -1,45 +1,210 @@
-"""Replicas: copies of a training state in the memory of other hosts, made anew every few steps."""
+"""Replicas: copies of a training state in the memory of other hosts, made anew every few steps.
+
+Each rank keeps copies of boxes for others, on another host than all ranks that hold the box. It has two
+copies of its own state, one that is whole and one that is being made. A generation of a `Job` is the
+`Replicas` of one rendezvous. It begins with the first step that its ranks commit. The one before stays until
+every rank of the new one is known to have a whole copy, which is when they commit again.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ..base import checks
+from ..base.boxes import extents
 from ..base.host import host_identity
 from ..errors import LayoutError, MeshcastError, PlanMismatchError, typed
 from ..groups.parent import parent_group, seconds
+from ..layout import Box, Layout
+from ..resharding.meshes import Gone
 from ..resharding.state_again import Repeated, likeness
 from ..resharding.state_arguments import Given, checked_call
 from ..resharding.state_background import started
 from ..resharding.state_current import Current, State
 from ..resharding.state_entries import local_of, same_memory
 from ..resharding.state_kept import Known
-from ..resharding.state_loaded import memory_with
-from ..resharding.state_results import ReshardedState
+from ..resharding.state_loaded import memory_with, with_boxes
+from ..resharding.state_results import Memory, ReshardedState
 from ..resharding.state_run import Conversation, Prepared, conversation
-from ..resharding.state_sources import Said
+from ..resharding.state_sources import Origin, Said
 from ..resharding.state_specs import OP as MOVE
 from ..resharding.state_specs import decode
 from ..resharding.state_values import carried, is_carried, restored
 from ..transfers.handle import Handle
 from ..transfers.transfer import Call
-from .copies import Copies, Copy
-from .guests import Guests, box_views
-from .places import Old, old_layouts
-from .telling import call_by, run
+from .places import Old, call_by, old_layouts, run
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from ..topology import Topology
 
-__all__ = ["Replicas"]
+__all__ = ["Chosen", "Copies", "Copy", "Generations", "Guests", "Replicas", "box_views"]
+
+
+class _Tile(NamedTuple):
+    name: str
+    box: Box
+    holders: tuple[int, ...]
+    nbytes: int
+
+
+class Guests:
+    """The same on all ranks. keeper: {(name, box): rank}, of boxes that live on one host alone.
+
+    Where all ranks are on one host, a rank counts as a host. What the same ranks hold goes to one keeper, so
+    that few pairs of ranks talk. Keepers are chosen so that each keeps about as many bytes.
+    """
+
+    def __init__(self, origins: Mapping[str, Origin], host_of: Mapping[int, Hashable]) -> None:
+        """host_of: of each rank of the group."""
+        self._origins = origins
+        hosts = host_of if len(set(host_of.values())) > 1 else {rank: rank for rank in host_of}
+        parts: dict[tuple[int, ...], list[_Tile]] = {}
+        for tile in self._tiles():
+            if len({hosts[rank] for rank in tile.holders}) == 1:
+                parts.setdefault(tile.holders, []).append(tile)
+        sizes = {holders: sum(tile.nbytes for tile in tiles) for holders, tiles in parts.items()}
+        kept = dict.fromkeys(sorted(hosts), 0)
+        place = {rank: index for index, rank in enumerate(kept)}
+        self.keeper: dict[tuple[str, Box], int] = {}
+        for holders in sorted(parts, key=lambda each: (-sizes[each], each)):
+            first = holders[0]
+            others = [rank for rank in kept if hosts[rank] != hosts[first]]
+            # Of those that keep as little, the next one: else the last hosts would be left without.
+            keeper = min(others, key=lambda rank: (kept[rank], (place[rank] - place[first]) % len(place)))
+            kept[keeper] += sizes[holders]
+            self.keeper |= {(tile.name, tile.box): keeper for tile in parts[holders]}
+
+    def _tiles(self) -> Iterator[_Tile]:
+        for name, origin in self._origins.items():
+            for box, holders in origin.layout._core(origin.shape).tiles(origin.shape):
+                count = math.prod(extents(box))
+                if count:
+                    yield _Tile(name, box, tuple(sorted(holders)), count * origin.dtype.itemsize)
+
+    def destinations(self) -> dict[str, Layout]:
+        """Returns what each keeper receives, by the name of the tensor."""
+        boxes: dict[str, dict[int, list[Box]]] = {}
+        for (name, box), rank in self.keeper.items():
+            boxes.setdefault(name, {}).setdefault(rank, []).append(box)
+        return {name: Layout.from_boxes(each) for name, each in boxes.items()}
+
+    def gone(self, lost: Collection[int]) -> list[Gone]:
+        """Returns the boxes that live nowhere without these ranks: neither on holders nor on a keeper."""
+        found = []
+        for tile in self._tiles():
+            had = [*tile.holders, *self._keepers(tile)]
+            if all(rank in lost for rank in had):
+                found.append(Gone(tile.name, tile.box, tuple(sorted(had))))
+        return found
+
+    def _keepers(self, tile: _Tile) -> list[int]:
+        keeper = self.keeper.get((tile.name, tile.box))
+        return [] if keeper is None else [keeper]
+
+    def in_place_of(self, lost: Collection[int]) -> dict[str, dict[int, list[Box]]]:
+        """Returns the boxes that living keepers give where all holders are lost, by name and rank."""
+        found: dict[str, dict[int, list[Box]]] = {}
+        for tile in self._tiles():
+            if all(rank in lost for rank in tile.holders):
+                for keeper in self._keepers(tile):
+                    if keeper not in lost:
+                        found.setdefault(tile.name, {}).setdefault(keeper, []).append(tile.box)
+        return found
+
+    def layout(self, name: str, more: Mapping[int, list[Box]]) -> Layout:
+        """Returns the layout of a tensor, with the boxes of keepers."""
+        origin = self._origins[name]
+        return with_boxes(origin.layout, origin.shape, more, name) if more else origin.layout
+
+
+def box_views(
+    layout: Layout, shape: tuple[int, ...], rank: int, local: torch.Tensor
+) -> dict[Box, torch.Tensor]:
+    """The boxes of a layout by boxes, as they lie in the local tensor of a rank."""
+    found = {}
+    for box, at, axes, _ in layout.pieces(shape)[rank][1]:
+        sizes = extents(box)
+        if axes:  # boxes one after the other, flat
+            found[box] = local[at[0] : at[0] + math.prod(sizes)].view(sizes)
+        else:
+            found[box] = local[tuple(slice(lo, lo + size) for lo, size in zip(at, sizes, strict=True))]
+    return found
+
+
+class Copy:
+    """A copy of one step. own: what this rank held; guests: what it keeps for others, by name as local
+    tensors; values: entries that are no tensors, of all ranks. All in host memory. step: None while it is not
+    whole."""
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.own: dict[str, torch.Tensor] = {}
+        self.guests: dict[str, torch.Tensor] = {}
+        self.values: dict[str, Any] = {}
+        self.memory = Memory()  # that the guests arrive in
+
+    @torch.no_grad()
+    def take(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        ties: Mapping[str, str],
+    ) -> None:
+        """Copies local tensors; returns once they may be changed again. shapes: as layouts say them, which
+        torch does not always for empty shards. ties: {name: an earlier name} of tensors that are one."""
+        sources, targets = [], []
+        for name, tensor in tensors.items():
+            if name in ties:
+                self.own[name] = self.own[ties[name]]
+                continue
+            if name not in self.own:
+                self.own[name] = torch.empty(shapes[name], dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            if tensor.numel():
+                sources.append(tensor.reshape(shapes[name]))
+                targets.append(self.own[name])
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+
+class Copies:
+    """Any thread."""
+
+    def __init__(self) -> None:
+        self._both = (Copy(), Copy())
+        self._lock = threading.Lock()
+
+    def older(self) -> Copy:
+        """Returns the copy to be written next, which is not whole from now on. To be called only once all
+        ranks know that all have the newer one."""
+        with self._lock:
+            found = min(self._both, key=lambda copy: -1 if copy.step is None else copy.step)
+            found.step = None
+            return found
+
+    def whole(self, copy: Copy, step: int, guests: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        """Everything of it is here."""
+        with self._lock:
+            copy.step, copy.guests, copy.values = step, guests, values
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps whose copies are whole here, ascending."""
+        with self._lock:
+            return sorted(copy.step for copy in self._both if copy.step is not None)
+
+    def of(self, step: int) -> Copy:
+        return next(copy for copy in self._both if copy.step == step)
+
 
 _OP = "Replicas"
 _ALWAYS = "meshcast.Replicas"  # an entry that all ranks have, so that there is something to tell
@@ -328,3 +493,63 @@ def _likenesses(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Equal for states that are copied alike: also in what is one tensor under several names."""
     ties = same_memory(tensors.items())
     return {name: (likeness(tensor), ties.get(name)) for name, tensor in tensors.items()}
+
+
+_MOST = 10**9  # steps
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The generation that a job goes back to. members: of its rendezvous, by rank. replicas: None on a worker
+    that was not there."""
+
+    members: list[str]
+    replicas: Replicas | None
+
+
+@dataclass
+class _Generation:
+    rendezvous: int
+    members: list[str]
+    replicas: Replicas
+
+
+class Generations:
+    """The generations of one worker. every: steps from one copy to the next; more: arguments of Replicas."""
+
+    def __init__(self, op: str, every: int, more: Mapping[str, Any], topology: Topology | None) -> None:
+        self._every = checks.integer(f"{op}: replicas_every", every, 1, _MOST)
+        self._more = {**more, "topology": topology}
+        self._kept: list[_Generation] = []  # the newest last; two at most
+
+    def committed(
+        self, steps: int, rendezvous: int, members: Sequence[str], state: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """A step, by all ranks. A collective of them; raises as Replicas does."""
+        if len(members) < 2:  # nobody is left that could have a copy
+            self._kept.clear()
+        elif not self._kept or self._kept[-1].rendezvous != rendezvous:
+            replicas = Replicas(state, self._every, **self._more)
+            replicas.refresh(steps)
+            replicas.wait()
+            self._kept = [*self._kept[-1:], _Generation(rendezvous, list(members), replicas)]
+        else:
+            del self._kept[:-1]
+            self._kept[-1].replicas.step(steps)
+
+    def choose(self, members: Collection[str], group: dist.ProcessGroup) -> Chosen | None:
+        """The newest generation of which all members that live have copies; None where there is none. A
+        collective of the ranks of `group`, which are `members`; all choose alike."""
+        mine = {each.rendezvous: each.members if each.replicas.steps else None for each in self._kept}
+        told: list[Any] = [None] * len(members)
+        dist.all_gather_object(told, mine, group=group)
+        by_worker = dict(zip(members, told, strict=True))
+        known: dict[int, list[str]] = {}
+        for theirs in told:
+            known |= {number: each for number, each in theirs.items() if each is not None}
+        for number in sorted(known, reverse=True):
+            alive = [worker for worker in known[number] if worker in by_worker]
+            if all(by_worker[worker].get(number) is not None for worker in alive):
+                found = [each.replicas for each in self._kept if each.rendezvous == number]
+                return Chosen(known[number], found[0] if found else None)
+        return None

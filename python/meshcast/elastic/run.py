@@ -24,10 +24,9 @@ from torch.distributed.elastic.rendezvous.utils import (
 )
 from torch.distributed.run import determine_local_world_size, get_args_parser
 
-from .agent import Agent
+from .agent import Agent, Config
 from .follower import Follower
-from .hosts import JobGoneError
-from .workers import Config
+from .rendezvous import JobGoneError
 
 __all__ = ["main", "parser", "read", "run"]
 

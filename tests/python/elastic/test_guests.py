@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from meshcast import Layout
-from meshcast.elastic.guests import Guests, box_views
+from meshcast.elastic.replicas import Guests, box_views
 from meshcast.resharding.state_sources import Origin
 from torch.distributed.tensor import Replicate, Shard
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from meshcast.elastic.undo import Before
+from meshcast.elastic.job import Before
 from torch import nn
 
 
