@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .base import checks
-from .base.boxes import Box, Held, held_in_order, read_boxes, read_held
+from .base.boxes import Box, HeldBoxes, held_in_order, read_boxes, read_held
 from .base.checks import Reader, typed_arguments
 from .errors import LayoutError
 
@@ -86,7 +86,7 @@ class Layout:
         ranks: array[int],
         placements: tuple[_Placement, ...],
         ndim: int | None,
-        held: tuple[Held, ...] = (),
+        held: tuple[HeldBoxes, ...] = (),
     ) -> None:
         if not 1 <= len(mesh_shape) <= _MAX_MESH_DIMS:
             raise LayoutError(f"a mesh of {len(mesh_shape)} dimensions: allowed are 1 to {_MAX_MESH_DIMS}")
@@ -134,7 +134,7 @@ class Layout:
         return cls._of_held(tuple(read), tuple(held_in_order(each, ndim) for each in read.values()), ndim)
 
     @classmethod
-    def _of_held(cls, ranks: Sequence[int], held: tuple[Held, ...], ndim: int) -> Layout:
+    def _of_held(cls, ranks: Sequence[int], held: tuple[HeldBoxes, ...], ndim: int) -> Layout:
         """A layout by boxes that lie anywhere in the local tensors."""
         layout = cls.__new__(cls)
         layout._set((len(ranks),), array("i", ranks), (), ndim, held)
@@ -146,7 +146,7 @@ class Layout:
         return bool(self._held)
 
     @typed_arguments()
-    def pieces(self, shape: Sequence[int]) -> dict[int, Held]:
+    def pieces(self, shape: Sequence[int]) -> dict[int, HeldBoxes]:
         """Returns what each rank holds of a tensor of `shape`: its local shape, and where each box lies in
         it."""
         sizes = checks.shape(shape)
@@ -316,7 +316,7 @@ class Layout:
             _placement_of_wire(f"{reader.where}.placements[{i}]", p)
             for i, p in enumerate(reader.items("placements"))
         )
-        held: tuple[Held, ...] = ()
+        held: tuple[HeldBoxes, ...] = ()
         if reader.has("held"):
             held = tuple(
                 read_held(f"{reader.where}.held[{i}]", value) for i, value in enumerate(reader.items("held"))
@@ -400,7 +400,7 @@ def _rebuild(
     ranks: bytes,
     placements: tuple[_Placement, ...],
     ndim: int | None,
-    held: tuple[Held, ...] = (),
+    held: tuple[HeldBoxes, ...] = (),
 ) -> Layout:
     layout = Layout.__new__(Layout)
     layout._set(mesh_shape, array("i", ranks), placements, ndim, held)

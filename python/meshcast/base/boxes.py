@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import LayoutError
 from . import checks
 
-__all__ = ["Box", "Held", "Piece", "box_text", "extents", "held_in_order", "read_boxes", "read_held"]
+__all__ = ["Box", "HeldBoxes", "Piece", "box_text", "extents", "held_in_order", "read_boxes", "read_held"]
 
 Box = tuple[tuple[int, int], ...]
 """Half-open n-d interval of the global tensor: (lo, hi) per tensor dimension."""
@@ -19,7 +19,7 @@ Piece = tuple[Box, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 the box, the local dimension that it lies along and how many of its elements a step takes. Without the latter
 two the dimensions are the same."""
 
-Held = tuple[tuple[int, ...], tuple[Piece, ...]]
+HeldBoxes = tuple[tuple[int, ...], tuple[Piece, ...]]
 """What a rank holds: the shape of its local tensor, and the boxes in it."""
 
 _MAX_BOXES = 1 << 20  # of all ranks of a layout
@@ -100,7 +100,7 @@ def _check_apart(rank: int, boxes: Sequence[Box]) -> None:
         open_.append(box)
 
 
-def held_in_order(boxes: Sequence[Box], ndim: int) -> Held:
+def held_in_order(boxes: Sequence[Box], ndim: int) -> HeldBoxes:
     """The local tensor that holds boxes in this order: a single one as it is; several that agree in all but
     one dimension joined along it; others one after the other, flat."""
     if not boxes:
@@ -126,8 +126,8 @@ def held_in_order(boxes: Sequence[Box], ndim: int) -> Held:
     return (at,), tuple(pieces)
 
 
-def read_held(where: str, value: Any) -> Held:
-    """`Held` as JSON wrote it, its types checked; whether the boxes fit is seen with the tensor's shape."""
+def read_held(where: str, value: Any) -> HeldBoxes:
+    """`HeldBoxes` as JSON wrote it, its types checked; whether the boxes fit is seen with the tensor's shape."""
     fields = checks.listed(where, value)
     if len(fields) != 2:
         raise LayoutError(f"{where} {checks.shown(value)}: expected a local shape and a list of boxes")

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ..base.boxes import Box, Held, held_in_order
+from ..base.boxes import Box, HeldBoxes, held_in_order
 from ..errors import MeshcastError
 from ..groups.parent import parent_group, seconds
 from ..layout import Layout
@@ -301,7 +301,7 @@ def _layout(boxes: Mapping[int, Sequence[Box]]) -> Layout:
     return Layout.from_boxes({rank: listed for rank, listed in boxes.items() if listed})
 
 
-def _views(local: torch.Tensor, held: Held) -> list[torch.Tensor]:
+def _views(local: torch.Tensor, held: HeldBoxes) -> list[torch.Tensor]:
     """The boxes in a local tensor that holds them."""
     found = []
     for box, at, dims, _ in held[1]:

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch.distributed.tensor import Replicate
 
-from ..base.boxes import Held, Piece, box_text
+from ..base.boxes import HeldBoxes, Piece, box_text
 from ..errors import LayoutError
 from ..layout import Box, Layout
 from .meshes import positive_placements
@@ -58,7 +58,7 @@ def mapped_layout(
     coordinates. The blocks are all those of one source. shape, target: of the destination; ndim: of the
     source. None where no rank wants any of it."""
     ranks: list[int] = []
-    held: list[Held] = []
+    held: list[HeldBoxes] = []
     for rank, (local, pieces) in target.pieces(shape).items():
         found = [part for block in blocks for piece in pieces for part in _meet(block, piece)]
         if found:

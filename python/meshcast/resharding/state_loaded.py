@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..base import checks
-from ..base.boxes import Held, Piece, box_text, extents, read_boxes
+from ..base.boxes import HeldBoxes, Piece, box_text, extents, read_boxes
 from ..errors import LayoutError
 from ..layout import Box, Layout
 
@@ -79,7 +79,7 @@ def with_boxes(
     return made
 
 
-def _held_with(own: Held | None, boxes: Sequence[Box]) -> Held:
+def _held_with(own: HeldBoxes | None, boxes: Sequence[Box]) -> HeldBoxes:
     """Returns where what a rank holds and its other boxes lie in the tensor of memory_with(). A single box is
     a local tensor; others lie one after the other in a tensor of one dimension."""
     local, pieces = own if own is not None else ((), ())
