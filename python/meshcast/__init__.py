@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from .resharding.resharder import Resharder
     from .resharding.state_dict import reshard_state_dict
     from .resharding.state_resharder import StateResharder
-    from .resharding.state_results import ReshardedState
+    from .resharding.state_run import ReshardedState
     from .resharding.tensor_map import TensorMap
-    from .resharding.weight_buffers import WeightProgress, WeightStats
+    from .resharding.weight_side import WeightProgress, WeightStats
     from .resharding.weight_sync import WeightSync
     from .spec import TensorSpec
     from .topology import Host, Nic, Topology
@@ -129,7 +129,7 @@ _HOME = {
     "PlanCacheInfo": "planning.cache",
     "PlanMismatchError": "errors",
     "Problem": "planning.plan",
-    "ReshardedState": "resharding.state_results",
+    "ReshardedState": "resharding.state_run",
     "Resharder": "resharding.resharder",
     "StateResharder": "resharding.state_resharder",
     "Task": "planning.views",
@@ -138,8 +138,8 @@ _HOME = {
     "Topology": "topology",
     "Transfer": "planning.views",
     "TransferStats": "transfers.handle",
-    "WeightProgress": "resharding.weight_buffers",
-    "WeightStats": "resharding.weight_buffers",
+    "WeightProgress": "resharding.weight_side",
+    "WeightStats": "resharding.weight_side",
     "WeightSync": "resharding.weight_sync",
     "backward": "resharding.autograd",
     "counters": "base.observe",

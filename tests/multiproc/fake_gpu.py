@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from meshcast import Layout
-from meshcast.resharding import state_results
+from meshcast.resharding import state_run
 from meshcast.resharding.compiled import TensorMove, tensor_spec
 from meshcast.transfers import gpu as gpu_module
 from meshcast.transfers import pinned as pinned_module
@@ -174,7 +174,7 @@ def fake_gpu(seed: int) -> Iterator[FakeGpu]:
             result._local_tensor.untyped_storage().fill_(POISON)
         return result
 
-    empty = state_results.empty
+    empty = state_run.empty
 
     def rubbish(shape, dtype, device_type: str) -> torch.Tensor:
         result = empty(shape, dtype, device_type)
@@ -183,7 +183,7 @@ def fake_gpu(seed: int) -> Iterator[FakeGpu]:
         return result
 
     with (
-        mock.patch.object(state_results, "empty", rubbish),
+        mock.patch.object(state_run, "empty", rubbish),
         mock.patch.object(pinned_module, "COPIES", gpu),
         mock.patch.object(gpu_module, "gpu_obstacle", return_value=""),
         mock.patch.object(transfer_module, "check_shards", check_on_cpu),

@@ -127,7 +127,7 @@ def held_in_order(boxes: Sequence[Box], ndim: int) -> HeldBoxes:
 
 
 def read_held(where: str, value: Any) -> HeldBoxes:
-    """`HeldBoxes` as JSON wrote it, its types checked; whether the boxes fit is seen with the tensor's shape."""
+    """Returns what JSON has, its types checked. Whether the boxes fit is seen with the tensor's shape."""
     fields = checks.listed(where, value)
     if len(fields) != 2:
         raise LayoutError(f"{where} {checks.shown(value)}: expected a local shape and a list of boxes")

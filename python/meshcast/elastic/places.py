@@ -16,10 +16,9 @@ from ..errors import LayoutError, MeshcastError
 from ..layout import Layout
 from ..resharding.meshes import lost_ranks, positive_placements, ranks_then
 from ..resharding.state_arguments import Given
-from ..resharding.state_results import ReshardedState
-from ..resharding.state_run import Conversation, Prepared
-from ..resharding.state_specs import OP as MOVE
-from ..resharding.state_values import is_carried
+from ..resharding.state_entries import OP as MOVE
+from ..resharding.state_entries import is_carried
+from ..resharding.state_run import Conversation, Prepared, ReshardedState
 from ..spec import TensorSpec
 
 if TYPE_CHECKING:

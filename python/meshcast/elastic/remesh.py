@@ -17,9 +17,8 @@ from ..layout import Box
 from ..resharding.meshes import Gone, raise_gone
 from ..resharding.state_arguments import Given
 from ..resharding.state_dict import StateOptions
-from ..resharding.state_results import ReshardedState
-from ..resharding.state_run import Conversation, conversation
-from ..resharding.state_values import is_carried
+from ..resharding.state_entries import is_carried
+from ..resharding.state_run import Conversation, ReshardedState, conversation
 from ..resharding.tensor_map import TensorMap
 from .leaving import forget_meshes
 from .places import OP, New, Old, Ranks, call_by, copies_of, destinations, old_layouts, read_ranks, run

@@ -27,19 +27,24 @@ from ..errors import LayoutError, MeshcastError, PlanMismatchError, typed
 from ..groups.parent import parent_group, seconds
 from ..layout import Box, Layout
 from ..resharding.meshes import Gone
-from ..resharding.state_again import Repeated, likeness
 from ..resharding.state_arguments import Given, checked_call
 from ..resharding.state_background import started
-from ..resharding.state_current import Current, State
-from ..resharding.state_entries import local_of, same_memory
-from ..resharding.state_kept import Known
-from ..resharding.state_loaded import memory_with, with_boxes
-from ..resharding.state_results import Memory, ReshardedState
-from ..resharding.state_run import Conversation, Prepared, conversation
-from ..resharding.state_sources import Origin, Said
-from ..resharding.state_specs import OP as MOVE
-from ..resharding.state_specs import decode
-from ..resharding.state_values import carried, is_carried, restored
+from ..resharding.state_batches import Known
+from ..resharding.state_entries import OP as MOVE
+from ..resharding.state_entries import (
+    carried,
+    decode,
+    is_carried,
+    local_of,
+    memory_with,
+    restored,
+    same_memory,
+    with_boxes,
+)
+from ..resharding.state_moves import Origin, Said
+from ..resharding.state_resharder import Repeated, likeness
+from ..resharding.state_run import Conversation, Memory, Prepared, ReshardedState, conversation
+from ..resharding.weight_side import Current, State
 from ..transfers.handle import Handle
 from ..transfers.transfer import Call
 from .places import Old, call_by, old_layouts, run

@@ -38,8 +38,7 @@ from ..groups.parent import parent_group, seconds
 from ..layout import Layout
 from ..resharding.state_arguments import Given
 from ..resharding.state_dict import reshard_state_dict
-from ..resharding.state_results import ReshardedState
-from ..resharding.state_run import Prepared, conversation
+from ..resharding.state_run import Prepared, ReshardedState, conversation
 
 if TYPE_CHECKING:
     import torch.distributed as dist

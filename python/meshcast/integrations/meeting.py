@@ -13,8 +13,7 @@ from ..groups.parent import ParentGroup
 from ..groups.store import StoreConnection
 from ..resharding.state_arguments import Given
 from ..resharding.state_dict import StateOptions, Where
-from ..resharding.state_results import ReshardedState
-from ..resharding.state_run import Prepared, conversation
+from ..resharding.state_run import Prepared, ReshardedState, conversation
 
 if TYPE_CHECKING:
     import torch.distributed as dist

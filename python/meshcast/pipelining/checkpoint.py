@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from meshcast.errors import AbortedError, LayoutError
 from meshcast.pipelining.whole_state import Names, WholeState
-from meshcast.resharding.state_values import as_text, restored
+from meshcast.resharding.state_entries import as_text, restored
 
 if TYPE_CHECKING:
     from meshcast.pipelining.schedule import PipelineSchedule

@@ -20,10 +20,9 @@ from .compiled import Request, compile_move, destination_of, source_of
 from .meshes import slices_called
 from .state_arguments import Given
 from .state_background import started
-from .state_kept import Known
-from .state_results import ReshardedState
-from .state_run import Conversation, Prepared, conversation
-from .state_specs import OP
+from .state_batches import Known
+from .state_entries import OP
+from .state_run import Conversation, Prepared, ReshardedState, conversation
 
 __all__ = ["Digested"]
 

@@ -18,10 +18,23 @@ from ..spec import TensorSpec
 from ..transfers.gpu import own_obstacle
 from .memory import check_outs, near, storage_of
 from .meshes import check_lost, positive_placements
-from .state_entries import Held, Reading, Wanted, local_of, same_memory
-from .state_loaded import Loaded, memory_with, read_loaded
-from .state_specs import OP, Output, Side, encode
-from .state_values import CARRIED, carried, not_carried
+from .state_entries import (
+    CARRIED,
+    OP,
+    Held,
+    Loaded,
+    Output,
+    Reading,
+    Side,
+    Wanted,
+    carried,
+    encode,
+    local_of,
+    memory_with,
+    not_carried,
+    read_loaded,
+    same_memory,
+)
 from .tensor_map import TensorMap
 
 if TYPE_CHECKING:

@@ -18,10 +18,9 @@ import torch
 from ..groups.parent import ParentGroup
 from ..transfers.handle import Handle, Unordered, call_back
 from ..transfers.transfer import Call
-from .state_kept import Known
-from .state_results import ReshardedState
-from .state_run import Conversation, Prepared, conversation
-from .state_specs import OP
+from .state_batches import Known
+from .state_entries import OP
+from .state_run import Conversation, Prepared, ReshardedState, conversation
 
 __all__ = ["behind", "beside", "own_stream", "started"]
 

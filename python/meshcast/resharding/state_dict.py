@@ -19,9 +19,8 @@ from ..transfers.handle import Handle
 from .meshes import check_lost, lost_ranks
 from .state_arguments import Given
 from .state_background import started
-from .state_results import ReshardedState
-from .state_run import Prepared, conversation
-from .state_specs import OP
+from .state_entries import OP
+from .state_run import Prepared, ReshardedState, conversation
 from .tensor_map import TensorMap
 
 if TYPE_CHECKING:

@@ -9,33 +9,215 @@ return them. All ranks see all rows, hence all raise the same.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ..base import checks
 from ..errors import AbortedError, DeadlineExceededError, PeerLostError, PlanMismatchError, typed, was_told
 from ..groups.parent import ParentGroup
+from ..groups.store import within
 from ..layout import Layout
+from ..planning.plan import Problem
 from ..transfers.digest import shard_digest, values_digest
-from ..transfers.transfer import Call
-from .memory import copied
+from ..transfers.transfer import Call, kept_transfer
+from .memory import as_dtensor, copied, note_written
+from .meshes import positive_placements
 from .state_arguments import Given, StateCall, checked_call
-from .state_batches import Batch, compile_batches
-from .state_digests import Digests, check_twins, check_whole
-from .state_entries import local_of
-from .state_kept import Kept, Known
-from .state_moves import Agreed, agree
-from .state_results import Memory, ReshardedState, arriving, fill, note_outputs
-from .state_rows import Rows
-from .state_sources import Origin
-from .state_specs import OP, decode, mismatch, text_digest
-from .state_values import restored, same_values, shown
+from .state_batches import Batch, Digests, Kept, Known, check_twins, check_whole, compile_batches
+from .state_entries import OP, decode, local_of, mismatch, restored, same_values, shown, text_digest
+from .state_moves import Agreed, Origin, Target, agree
 
-__all__ = ["Conversation", "Prepared", "conversation"]
+if TYPE_CHECKING:
+    from ..groups.private import PrivateGroup
+
+__all__ = [
+    "Conversation",
+    "Memory",
+    "Prepared",
+    "ReshardedState",
+    "Rows",
+    "arriving",
+    "conversation",
+    "fill",
+    "note_outputs",
+]
+
+
+_T = TypeVar("_T")
+_OP = "reshard_state_dict"
+_GRACE = 1.0  # seconds that the store is given beyond the limit of a call
+
+
+class Rows:
+    """The conversation of one group of ranks. All ranks make the same calls in one order."""
+
+    def __init__(self, parent: ParentGroup, lost: Collection[int] = ()) -> None:
+        """lost: ranks that make no call any more."""
+        self._parent = parent
+        self.ranks = sorted(parent.ranks.difference(lost))
+        self._group: PrivateGroup = parent.private(self.ranks, _OP)
+        self._rows = Layout(self.ranks, [Shard(0)])
+        self._all = Layout(self.ranks, [Replicate()])
+        self._posted: list[str] = []
+
+    def number(self) -> int:
+        """Returns the number of the next gathering, the same on all ranks."""
+        return self._group.next_ordinal(0)
+
+    def gather(self, row: Sequence[int], limit: float) -> dict[int, list[int]]:
+        """Every rank's row, all of one length."""
+        shape = (len(self.ranks), len(row))
+        transfer = kept_transfer(self._parent, [Problem(shape, torch.int64, self._rows, self._all)], _OP)
+        mine = torch.tensor([list(row)], dtype=torch.int64)
+        rows = torch.empty(shape, dtype=torch.int64)
+        transfer.launch([mine], [rows], limit, driven=True).wait()
+        return dict(zip(self.ranks, rows.tolist(), strict=True))
+
+    def post(self, topic: str, text: str, deadline: float) -> None:
+        """deadline: by time.monotonic(); that of the call, as everywhere here."""
+        self._posted.append(topic)
+        self._ask(lambda: self._group.conversation.say(topic, text), deadline)
+
+    def read(self, topic: str, ranks: Sequence[int], deadline: float) -> dict[int, str]:
+        """Returns what `ranks` have posted, or are about to post."""
+        if not ranks:
+            return {}
+        late = f"{_OP}: rank {{first}} did not say what it holds"
+        return self._ask(
+            lambda: self._group.conversation.hear(topic, ranks, deadline, late, _OP, "agree"), deadline
+        )
+
+    def forget(self, deadline: float) -> None:
+        """Deletes what this rank posted. Only after a round that followed the reading of it."""
+        for topic in self._posted:
+            self._ask(partial(self._group.conversation.forget, topic), deadline)
+        self._posted.clear()
+
+    def _ask(self, call: Callable[[], _T], deadline: float) -> _T:
+        """call() uses the store, and ends by itself until then where that answers."""
+        left = max(deadline - time.monotonic(), 0.0)
+        return within(left + _GRACE, call, f"{_OP}, what the ranks hold", rank=self._parent.rank, op=_OP)
+
+
+class ReshardedState(dict[str, Any]):
+    """{name: tensor} in the order of this rank's destinations, then entries that are no tensors."""
+
+    version: int | None = None
+    """That of the weights; None if the holders gave none."""
+
+
+class Memory:
+    """Local tensors that calls arrive in again and again, by target. tensors: those of the last call."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._targets: dict[str, Target] = {}
+
+    def forget(self) -> None:
+        """For calls of another kind. A call that is on its way keeps what it has."""
+        self.tensors, self._targets = {}, {}
+
+    def fitting(self, targets: dict[str, Target]) -> dict[str, torch.Tensor]:
+        """`tensors`, empty where they are of other targets: ranks that hold may come to hold others, of which
+        a rank that receives hears in the call itself."""
+        if targets is not self._targets and targets != self._targets:
+            self.tensors = {}
+        self._targets = targets
+        return self.tensors
+
+
+def arriving(call: StateCall, targets: dict[str, Target], rank: int) -> dict[str, torch.Tensor]:
+    """The local tensor that each target arrives in, on ranks inside: of an output, or new."""
+    found = {}
+    shapes: dict[Any, tuple[int, ...] | None] = {}
+    for name, target in targets.items():
+        if target.alias is not None:
+            continue
+        out = call.outs.get(name)
+        if out is not None:
+            found[name] = local_of(out)
+            continue
+        key = (target.layout, target.shape)
+        if key not in shapes:
+            inside = rank in target.layout.ranks
+            shapes[key] = target.layout.local_shapes(target.shape)[rank] if inside else None
+        shape = shapes[key]
+        if shape is not None:
+            found[name] = empty(shape, target.dtype, target.device_type)
+    return found
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device_type: str) -> torch.Tensor:
+    """Memory that a target arrives in. A rank without GPU may be outside a mesh on GPUs, where it makes
+    shells."""
+    device = "cuda" if device_type == "cuda" and torch.cuda.is_available() else None
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def fill(
+    result: ReshardedState,
+    call: StateCall,
+    targets: dict[str, Target],
+    arrived: dict[str, torch.Tensor],
+    values: dict[str, Any],
+) -> None:
+    """Puts into `result` what this rank asked for. Tied targets are one tensor, as at the source."""
+    specs: dict[Any, DTensorSpec] = {}
+    for name in call.wanted:
+        if name not in targets:
+            result[name] = values[name]
+        elif name in call.outs:
+            result[name] = call.outs[name]
+        else:
+            target = targets[name]
+            twin = result.get(target.alias) if target.alias is not None else None
+            if target.alias is not None and _one(call, name, target.alias) and twin is not None:
+                result[name] = twin
+            else:
+                result[name] = _wrapped(call, target, arrived.get(target.alias or name), specs)
+    for name, value in values.items():
+        if name not in result:
+            result[name] = value
+
+
+def _one(call: StateCall, name: str, alias: str) -> bool:
+    """Returns whether two tied results can be one object."""
+    return call.meshes.get(name) == call.meshes.get(alias)
+
+
+def _wrapped(
+    call: StateCall, target: Target, local: torch.Tensor | None, specs: dict[Any, DTensorSpec]
+) -> torch.Tensor:
+    """The result around what arrived. specs: those made before; a copy costs a tenth."""
+    shape = target.shape
+    if local is None:  # outside: no elements, but the number of dimensions
+        local = empty((0,) * len(shape), target.dtype, target.device_type).zero_()
+    if target.name not in call.meshes:
+        return local
+    mesh, placements = call.meshes[target.name]
+    key = (mesh, placements, shape, target.dtype)
+    if key in specs:
+        return as_dtensor(local, copy(specs[key]))
+    stride = tuple(math.prod(max(size, 1) for size in shape[d + 1 :]) for d in range(len(shape)))
+    meta = TensorMeta(torch.Size(shape), stride, target.dtype)
+    spec = specs[key] = DTensorSpec(mesh, positive_placements(placements, len(shape)), tensor_meta=meta)
+    return as_dtensor(local, spec)
+
+
+def note_outputs(call: StateCall) -> None:
+    """Lets autograd know that the outputs were written."""
+    for out in call.outs.values():
+        note_written(*([out, out._local_tensor] if isinstance(out, DTensor) else [out]))
+
 
 _NONE = -1  # in a row: no version, nothing known
 _REFUSED = -2

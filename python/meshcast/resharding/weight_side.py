@@ -1,33 +1,351 @@
-"""One rank's side of a WeightSync: it gets ready with the others, and then moves a version with them."""
+"""One rank's side of a WeightSync: it gets ready with the others, and then moves a version with them.
+
+A rank has the version that it serves, and the next one; a thread receives weights while it serves others.
+Modules give their tensors other memory (offloading, `to()`, a checkpoint that is assigned), so that each call
+finds the state anew.
+"""
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from ..base import forks
-from ..base.observe import call_site
+from ..base import checks, forks
+from ..base.observe import call_site, log
 from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
 from ..groups.parent import ParentGroup
 from ..groups.ready_barrier import Late, ReadyBarrier
+from ..groups.shortage import no_thread
 from ..groups.store import first_line, store_failed, within
-from .state_again import Repeated
 from .state_arguments import Given
+from .state_background import behind, own_stream
 from .state_batches import Batch
-from .state_current import Current
-from .state_results import Memory, ReshardedState
-from .state_run import Conversation, Prepared
-from .state_specs import OP
-from .weight_buffers import Buffers, WeightProgress, WeightStats
+from .state_entries import OP
+from .state_resharder import Repeated
+from .state_run import Conversation, Memory, Prepared, ReshardedState
 
-__all__ = ["Side", "as_call_of"]
+__all__ = [
+    "Buffer",
+    "Buffers",
+    "Current",
+    "Receiver",
+    "Side",
+    "State",
+    "WeightProgress",
+    "WeightStats",
+    "as_call_of",
+]
+
+
+State = Mapping[str, Any] | torch.nn.Module | Callable[[], Mapping[str, Any]]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_Owner = tuple[weakref.ref[Any], str]  # an object, and its attribute or the name of its parameter or buffer
+
+
+class Current:
+    """A state that may get other memory between calls.
+
+    given: {name: entry}, a module, whose state_dict() is taken at each look, or a function that returns a
+    mapping, which is called at each look. Entries of a mapping that share the memory of a module's parameters
+    or buffers, as those of its state_dict() do, stand for these: where the module has its tensor in other
+    memory by now, the look finds that one. None: no entries.
+
+    Raises LayoutError for anything else.
+    """
+
+    def __init__(self, what: str, given: Any) -> None:
+        self._what, self.given = what, given
+        self._entries: dict[str, Any] = {}  # of the mapping, as they were when it last changed
+        self._memories: dict[str, Any] = {}
+        self._owners: dict[str, list[_Owner]] = {}
+        module = isinstance(given, torch.nn.Module)
+        self._ask: Callable[[], Any] | None = None
+        if module or (callable(given) and not isinstance(given, Mapping)):
+            self._ask = given.state_dict if module else given
+        elif given is not None:
+            self.look()
+
+    def look(self) -> Mapping[str, Any]:
+        """The state as it is now. Raises what the function raises, and LayoutError where it returns no
+        mapping."""
+        given = self.given if self._ask is None else self._ask()
+        if given is None:
+            return {}
+        if not isinstance(given, Mapping):
+            raise LayoutError(
+                f"{self._what} must be a mapping by name, a module or a function that returns a mapping, "
+                f"found {checks.shown(given)}"
+            )
+        return given if self._ask is not None else self._followed(given)
+
+    def _followed(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        memories = {name: _memory(x) for name, x in given.items() if isinstance(x, torch.Tensor)}
+        # Only of entries that the user has changed: the owners of others may have moved since.
+        changed = {
+            name: memory
+            for name, memory in memories.items()
+            if self._entries.get(name) is not given[name] or self._memories[name] != memory
+        }
+        if changed or len(memories) < len(self._memories):
+            self._entries, self._memories = {name: given[name] for name in memories}, memories
+            kept = {n: own for n, own in self._owners.items() if n in memories and n not in changed}
+            self._owners = kept | _owners(self._entries, changed)
+        moved = {}
+        for name, owners in self._owners.items():
+            plain = not isinstance(given[name], DTensor)
+            for owner in owners:
+                tensor = _tensor_of(owner)
+                # In the place of FSDP2's shards a module has the whole parameters now and then.
+                if tensor is not None and isinstance(tensor, DTensor) != plain:
+                    if _memory(tensor) != memories[name]:
+                        moved[name] = tensor.detach()
+                    break
+        return {**given, **moved} if moved else given
+
+
+def _tensor_of(owner: _Owner) -> torch.Tensor | None:
+    holder, name = owner[0](), owner[1]
+    if isinstance(holder, torch.nn.Module):
+        found: Any = holder._parameters.get(name)
+        found = holder._buffers.get(name) if found is None else found
+    else:
+        found = getattr(holder, name, None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are one piece of memory; None for those without memory of their own."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if type(local) not in _PLAIN or local.layout is not torch.strided:
+        return None
+    first = local.data_ptr()  # 0 without elements, and on the meta device
+    return (first, local.dtype, local.shape, local.stride()) if first else None
+
+
+def _owners(entries: Mapping[str, Any], memories: Mapping[str, Any]) -> dict[str, list[_Owner]]:
+    """Returns what has the entries' memory as its own, by name. Reads all objects of the process once."""
+    names: dict[Any, list[str]] = {}
+    for name, memory in memories.items():
+        if memory is not None:
+            names.setdefault(memory, []).append(name)
+    found: dict[str, list[_Owner]] = {}
+    if names:
+        for holder, attribute, tensor in _held():
+            for name in names.get(_memory(tensor), ()):
+                if isinstance(tensor, DTensor) == isinstance(entries[name], DTensor):
+                    found.setdefault(name, []).append((weakref.ref(holder), attribute))
+    return found
+
+
+def _held() -> Iterator[tuple[Any, str, torch.Tensor]]:
+    """The parameters and buffers of all modules, then the shards that FSDP2 keeps of parameters."""
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
+    kept = (fsdp.FSDPParam,) if fsdp is not None else ()
+    sharded = []
+    for each in gc.get_objects():
+        kind = type(each)  # isinstance() would ask proxies, which may do anything
+        if issubclass(kind, torch.nn.Module):
+            for tensors in (each.__dict__.get("_parameters"), each.__dict__.get("_buffers")):
+                for name, tensor in (tensors or {}).items():
+                    if isinstance(tensor, torch.Tensor):
+                        yield each, name, tensor
+        elif issubclass(kind, kept):
+            sharded.append(each)
+    for each in sharded:
+        tensor = getattr(each, "sharded_param", None)
+        if isinstance(tensor, torch.Tensor):
+            yield each, "sharded_param", tensor
+
 
 _OP = "WeightSync"
+_LOOK = 0.25  # seconds between two looks for ranks that have gone
+
+
+@dataclass(frozen=True)
+class WeightStats:
+    """The cost of one version on this rank.
+
+    Attributes:
+        version: its number.
+        bytes_sent, bytes_received: as `TransferStats` counts them.
+        waited: seconds until all ranks were ready.
+        seconds: from then until the version was whole on every rank.
+    """
+
+    version: int
+    bytes_sent: int
+    bytes_received: int
+    waited: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WeightProgress:
+    """The progress of the version that is on its way. Values on GPUs count once their transfer is complete.
+
+    Attributes:
+        bytes_done: that this rank has sent and received of it.
+        bytes_expected: that it will in all; 0 until the first one is planned.
+    """
+
+    bytes_done: int
+    bytes_expected: int
+
+
+class Buffer:
+    """Memory of one version. state: what the user gets, None while it is not whole; torn: a version was on
+    its way into it, and did not arrive."""
+
+    def __init__(self) -> None:
+        self.memory = Memory()
+        self.state: ReshardedState | None = None
+        self.version = -1
+        self.torn = False
+
+
+class Buffers:
+    """One or two buffers. Any thread. With two, the one that is served is never written."""
+
+    def __init__(self, count: int, rank: int) -> None:
+        self.stats: WeightStats | None = None
+        self._rank = rank
+        self._buffers = [Buffer() for _ in range(count)]
+        self._current: Buffer | None = None  # that is served
+        self._newest: Buffer | None = None  # whole, and not yet served
+        self._claimed: Buffer | None = None  # that a version is to arrive in
+        self._refused: Exception | None = None  # of the last push, for the next take() to tell
+        self._ended: MeshcastError | None = None
+        self._changed = threading.Condition()
+
+    def claim(self) -> Buffer:
+        """The buffer for the next version. One at a time."""
+        with self._changed:
+            free = [each for each in self._buffers if each is not self._current] or self._buffers
+            # A whole version that nobody has taken gives way where the other one is being served.
+            self._claimed = next((each for each in free if each is not self._newest), free[0])
+            return self._claimed
+
+    def tear(self, buffer: Buffer) -> None:
+        """It is about to be written."""
+        with self._changed:
+            buffer.state, buffer.torn = None, True
+            if self._newest is buffer:
+                self._newest = None
+
+    def fill(self, buffer: Buffer, state: ReshardedState, stats: WeightStats) -> None:
+        """The version in it is whole."""
+        with self._changed:
+            buffer.state, buffer.version, buffer.torn = state, stats.version, False
+            self._newest, self._claimed, self._refused = buffer, None, None
+            self.stats = stats
+            self._changed.notify_all()
+
+    def release(self) -> None:
+        """Nothing arrived in what was claimed."""
+        with self._changed:
+            self._claimed = None
+            self._changed.notify_all()
+
+    def refuse(self, error: Exception) -> None:
+        """The next take() raises it, unless a newer version comes first."""
+        with self._changed:
+            self._refused = error
+            self._changed.notify_all()
+
+    def end(self, error: MeshcastError) -> None:
+        """Nothing arrives any more. The first cause counts."""
+        with self._changed:
+            self._ended = self._ended or error
+            self._changed.notify_all()
+
+    @property
+    def over(self) -> bool:
+        """``True`` where nothing arrives any more."""
+        return self._ended is not None
+
+    def check_open(self) -> None:
+        """Raises where nothing can be pushed or pulled any more: the first cause."""
+        error = self._ended
+        if isinstance(error, AbortedError):
+            raise error.with_traceback(None)
+        if error is not None:
+            raise AbortedError(f"{_OP} has failed before: {error}", rank=self._rank, peer=error.peer, op=_OP)
+
+    def version(self) -> int | None:
+        """Returns the version that is served; None where no whole one is."""
+        with self._changed:
+            current = self._current
+            return None if current is None or current.torn else current.version
+
+    def state(self) -> ReshardedState:
+        with self._changed:
+            current = self._current
+            if current is not None and current.state is not None:
+                return current.state
+        text = "no version has been pulled yet"
+        if current is not None:
+            text = (
+                f"the weights are torn: a push into them has begun and did not end, after version "
+                f"{current.version}. They are served again once a pull has succeeded"
+            )
+        raise MeshcastError(f"rank {self._rank}: {_OP}: {text}", rank=self._rank, op=_OP)
+
+    def take(self, wanted: int | None, deadline: float, look: Callable[[], None] = lambda: None) -> int:
+        """Makes the newest whole version current, once there is one, and one as new as `wanted`. Returns the
+        number of what is current then. look(): called now and then while it waits."""
+        begin = time.monotonic()
+        while True:
+            with self._changed:
+                found = self._taken(wanted)
+                if found is not None:
+                    return found
+                now = time.monotonic()
+                if now >= deadline:
+                    raise self.late(wanted, now - begin)
+                told = self._changed.wait(min(_LOOK, deadline - now))
+            if not told:
+                look()
+
+    def _taken(self, wanted: int | None) -> int | None:
+        newest, current, least = self._newest, self._current, -1 if wanted is None else wanted
+        if newest is not None and newest is not self._claimed and newest.version >= least:
+            self._current, self._newest = newest, None
+            return newest.version
+        served = current is not None and not current.torn and current.version >= least
+        if current is not None and served and wanted is not None:
+            return current.version
+        if self._refused is not None:
+            error, self._refused = self._refused, None
+            raise error.with_traceback(None)
+        if self._ended is not None:
+            raise self._ended.with_traceback(None)
+        return current.version if current is not None and served else None
+
+    def late(self, wanted: int | None, elapsed: float) -> DeadlineExceededError:
+        what = "any version" if wanted is None else f"version {wanted} or a newer one"
+        why = "nobody has pushed one" if self._claimed is None else "a push is on its way, and not through"
+        return DeadlineExceededError(
+            f"rank {self._rank}: {_OP}.pull waited {elapsed:.1f} s for {what}: {why}",
+            rank=self._rank,
+            op=_OP,
+            phase="wait",
+            elapsed=elapsed,
+            limit=elapsed,
+        )
+
+
 _TELL = 0.7  # seconds that the store gets to take why this rank ends: Ctrl-C raises in one
 _READY = 0.5  # of a push's limit, for the others to get ready; the transfer has the rest
 
@@ -267,3 +585,38 @@ class Side:
         except RuntimeError:  # none is to be had, or the interpreter ends: this rank's own waits for it, too
             tell()
         told.wait(_TELL)
+
+
+class Receiver:
+    """Takes part in every push. Between two it waits in the rendezvous store, on a connection of its own, and
+    needs no CPU time."""
+
+    def __init__(self, side: Side, on_gpu: bool) -> None:
+        """on_gpu: it receives there, behind what the stream of this thread holds by then."""
+        self._side = side
+        gpu = on_gpu and torch.cuda.is_available()
+        self._stream = torch.cuda.current_stream() if gpu else own_stream()
+        self._thread = threading.Thread(target=self._run, name="meshcast-weights", daemon=True)
+
+    def start(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            rank = self._side.parent.rank
+            raise no_thread("a WeightSync receives", rank=rank, op=_OP, phase="start") from error
+
+    def join(self, seconds: float) -> None:
+        """Waits until it has ended, after Side.leave() and Side.end()."""
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        side = self._side
+        with behind(self._stream):
+            while not side.leaving() and not side.buffers.over:
+                try:
+                    side.received()
+                except Exception as error:
+                    log.warning("rank %d: %s: %s", side.parent.rank, _OP, error)
+                    if not side.buffers.over:  # the next pull raises it, and pushes go on
+                        side.buffers.refuse(error)

@@ -19,12 +19,9 @@ from ..errors import DeadlineExceededError, LayoutError, MeshcastError, PlanMism
 from ..groups.parent import parent_group, seconds
 from ..groups.ready_barrier import Late, ReadyBarrier
 from .state_arguments import Given
-from .state_current import State
 from .state_dict import StateOptions, Where
-from .state_results import ReshardedState
-from .weight_buffers import Buffers, WeightProgress, WeightStats
-from .weight_receiver import Receiver
-from .weight_side import Side, as_call_of
+from .state_run import ReshardedState
+from .weight_side import Buffers, Receiver, Side, State, WeightProgress, WeightStats, as_call_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -8,7 +8,7 @@ import pytest
 import torch
 from meshcast import Layout
 from meshcast.elastic.replicas import Guests, box_views
-from meshcast.resharding.state_sources import Origin
+from meshcast.resharding.state_moves import Origin
 from torch.distributed.tensor import Replicate, Shard
 
 pytestmark = pytest.mark.timeout(60)
