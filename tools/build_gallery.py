@@ -18,7 +18,7 @@ from meshcast.pages.plan_page import write_plan_page
 from meshcast.pages.schedule_panels import panel_of_events, panel_of_report
 from meshcast.pages.timeline_page import write_timeline_page
 from meshcast.pipelining import simulate
-from meshcast.pipelining.measured import read_trace
+from meshcast.pipelining.trace import read_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -17,7 +17,7 @@ from meshcast import Topology
 from meshcast.bench.calibrate import calibrate
 from meshcast.bench.report import overload
 from meshcast.pipelining import PipelineStage, get_schedule_class, simulate
-from meshcast.pipelining.measured import Event, read_trace
+from meshcast.pipelining.trace import Event, read_trace
 from torch.distributed import pipelining as theirs
 from torch.distributed.device_mesh import DeviceMesh
 

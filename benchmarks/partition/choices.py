@@ -11,9 +11,7 @@ from typing import Any
 from meshcast import Topology
 from meshcast.pipelining import Layer, partition
 from meshcast.pipelining.candidates import best_of
-from meshcast.pipelining.partition_costs import Evaluator, Job
-from meshcast.pipelining.partition_layers import uses_of
-from meshcast.pipelining.partition_search import Cut, even
+from meshcast.pipelining.partition_search import Cut, Evaluator, Job, even, uses_of
 
 from .models import gpt, scaled, unet
 

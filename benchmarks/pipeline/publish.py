@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from meshcast.pipelining import simulate
-from meshcast.pipelining.draw import Panel, bar_of, draw_panels, panel_of
+from meshcast.pipelining.trace import Panel, bar_of, draw_panels, panel_of
 
 from ..machine import ROOT
 from ..page import replace

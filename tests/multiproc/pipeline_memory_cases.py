@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from meshcast.pipelining import PipelineStage, get_schedule_class
+from meshcast.pipelining._backward import SplitBackward
 from meshcast.pipelining.action import Action, ActionKind
-from meshcast.pipelining.split_backward import SplitBackward
 from multiproc.pipeline_models import CPU, TIMEOUT
 from multiproc.pipeline_value_cases import mse
 from torch import nn

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from meshcast.pipelining.measured import read_trace
+from meshcast.pipelining.trace import read_trace
 from multiproc.training_runs import ROOT, launch
 
 sys.path.insert(0, str(ROOT / "tools"))

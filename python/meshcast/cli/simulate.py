@@ -12,10 +12,9 @@ from ..base.progress import Progress, track
 from ..errors import LayoutError
 from ..pages.schedule_panels import panel_of_report
 from ..pages.timeline_page import write_timeline_page
-from ..pipelining.draw import draw_panels, panel_of
 from ..pipelining.orders import SCHEDULES
 from ..pipelining.simulate import SimulationReport, simulate
-from ..pipelining.trace import format_timeline
+from ..pipelining.trace import draw_panels, format_timeline, panel_of
 from ._values import PICTURES, integer, named, output_file, times
 
 _MOST = 4096  # stages and micro-batches

@@ -10,8 +10,7 @@ from ..base.progress import Progress, track
 from ..errors import LayoutError
 from ..pages.schedule_panels import panel_of_events
 from ..pages.timeline_page import write_timeline_page
-from ..pipelining.draw import Panel, bar_of, draw_panels
-from ..pipelining.measured import exposed_seconds, jobs_of_trace, read_trace
+from ..pipelining.trace import Panel, bar_of, draw_panels, exposed_seconds, jobs_of_trace, read_trace
 from ._one_job import check_one_job
 from ._values import PICTURES, named, output_file
 

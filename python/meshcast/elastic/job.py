@@ -24,7 +24,7 @@ from ..base import checks
 from ..base.observe import join_job, log
 from ..errors import LayoutError, MeshcastError
 from ..layout import Layout
-from ..pipelining.errors import ScheduleError
+from ..pipelining.action import ScheduleError
 from ..resharding.state_entries import local_of
 from . import rendezvous as meet
 from .leaving import abort_groups, leave_groups

@@ -13,11 +13,10 @@ import torch
 
 from ..base import checks
 from ..errors import LayoutError
-from ..pipelining.partition_layers import Layer
-from ..pipelining.recut import Recut
-from ..pipelining.recut_agreement import Wish, agreed_cut, all_well
+from ..pipelining.checkpoint import WholeState
+from ..pipelining.partition_search import Layer
+from ..pipelining.recut import Recut, Wish, agreed_cut, all_well
 from ..pipelining.schedule import PipelineSchedule
-from ..pipelining.whole_state import WholeState
 from ..topology import Topology
 from .remesh import remesh
 

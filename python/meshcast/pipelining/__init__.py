@@ -11,13 +11,11 @@ from __future__ import annotations
 from torch.distributed.pipelining import SplitPoint, pipe_split
 
 from meshcast.pipelining import _backward, _utils, microbatch, schedules, stage  # noqa: F401
-from meshcast.pipelining.action import Action, ActionKind, dump_csv, load_csv
-from meshcast.pipelining.auto import ScheduleAuto
-from meshcast.pipelining.by_name import get_schedule_class
+from meshcast.pipelining.action import Action, ActionKind, ScheduleError, dump_csv, load_csv, lower
+from meshcast.pipelining.auto import ScheduleAuto, get_schedule_class
 from meshcast.pipelining.candidates import Candidate, Times
 from meshcast.pipelining.checkpoint import load, save
-from meshcast.pipelining.choice import Choice
-from meshcast.pipelining.choose import choose
+from meshcast.pipelining.choose import Choice, choose
 from meshcast.pipelining.classes import (
     MultiScheduleOptions,
     PipelineScheduleMulti,
@@ -37,19 +35,15 @@ from meshcast.pipelining.classes import (
 )
 from meshcast.pipelining.compat import PipelineStageInfo, names_of_torch
 from meshcast.pipelining.edge import Edge
-from meshcast.pipelining.errors import ScheduleError
-from meshcast.pipelining.grad_scaler import GradScaler
 from meshcast.pipelining.liveness import PipelineActivationLiveness, analyze_pipeline_activation_liveness
-from meshcast.pipelining.lower import lower
-from meshcast.pipelining.norms import clip_grad_norm_, grad_norm
+from meshcast.pipelining.norms import GradScaler, clip_grad_norm_, grad_norm
 from meshcast.pipelining.partition import Layer, Partition, Value, partition
-from meshcast.pipelining.pipeline_stage import PipelineStage
-from meshcast.pipelining.randomness import microbatch_seed
+from meshcast.pipelining.recipe import validate
+from meshcast.pipelining.runtime import microbatch_seed
 from meshcast.pipelining.schedule import PipelineSchedule, ScheduleOptions
 from meshcast.pipelining.simulate import SimulationReport, simulate
-from meshcast.pipelining.stage_times import StageTimes
-from meshcast.pipelining.traced import Pipe, build_stage, pipeline
-from meshcast.pipelining.validate import validate
+from meshcast.pipelining.stage import Pipe, PipelineStage, build_stage, pipeline
+from meshcast.pipelining.trace import StageTimes
 
 __all__ = [
     "Action",

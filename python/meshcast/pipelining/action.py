@@ -5,6 +5,12 @@ torch.distributed.pipelining: all ranks of a stage's mesh run the same row. The 
 torch.distributed.pipelining reads and writes (``2F0``, ``0I3``, ``0W3``, ``1B2``, ``2SEND_F0``,
 ``1RECV_F0``), with one addition: a transfer whose other end is not the neighbouring stage names it,
 ``0SEND_F3>2`` (to stage 2) and ``2RECV_F3<0`` (from stage 0).
+
+Lowering: from compute actions to what a rank really runs, with its sends and receives.
+
+A *link* is an ordered pair of stages between which values travel: activations from the first to the second,
+their gradients back. All values of one link and one micro-batch travel together. A chain of stages has the
+links (0,1), (1,2), ...; a skip connection adds one.
 """
 
 from __future__ import annotations
@@ -12,14 +18,38 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from meshcast.base.checks import shown, typed_arguments
-from meshcast.pipelining.errors import ScheduleError
+from ..base.checks import shown, typed_arguments
+from ..errors import MeshcastError
 
-__all__ = ["Action", "ActionKind", "Actions", "dump_csv", "load_csv"]
+__all__ = [
+    "AHEAD",
+    "Action",
+    "ActionKind",
+    "Actions",
+    "Costs",
+    "Link",
+    "ScheduleError",
+    "Seconds",
+    "chain",
+    "crossing",
+    "dump_csv",
+    "link_of",
+    "load_csv",
+    "lower",
+    "stage_ranks",
+]
+
+
+class ScheduleError(MeshcastError, ValueError):
+    """A schedule that cannot run: bad text, a missing or repeated action, a wrong order, a deadlock.
+
+    The message names rank, step, stage and micro-batch, and shows the part of the grid around the cell.
+    """
 
 
 class ActionKind(Enum):
@@ -203,3 +233,276 @@ def dump_csv(actions: Mapping[int, Sequence[Action]], path: str | os.PathLike[st
         writer = csv.writer(file, lineterminator="\n")
         for rank in sorted(actions):
             writer.writerow([str(action) for action in actions[rank]])
+
+
+Link = tuple[int, int]
+
+# How many compute actions ahead of its use a receive is posted, W apart, which waits for nothing. Two would
+# do for the steady state of 1F1B (the period of one kind of action is two); four also lets the back-to-back
+# forwards of a warm-up find their receives posted. More only costs buffers.
+AHEAD = 4
+_NEVER = 1 << 60
+
+
+def chain(stages: int) -> list[Link]:
+    """The links of stages that only feed their successor."""
+    return [(stage, stage + 1) for stage in range(stages - 1)]
+
+
+def crossing(links: Sequence[Link], ranks: Mapping[int, int]) -> list[Link]:
+    """The links between stages of unlike ranks: those that need transfers. Inside a rank a value is handed
+    over."""
+    return [(source, target) for source, target in links if ranks[source] != ranks[target]]
+
+
+def stage_ranks(actions: Mapping[int, Sequence[Action]]) -> dict[int, int]:
+    """The rank of each stage, read from the compute actions. Raises ScheduleError if two ranks compute one
+    stage."""
+    ranks: dict[int, int] = {}
+    for rank, row in actions.items():
+        for action in row:
+            if action.kind.is_compute and ranks.setdefault(action.stage, rank) != rank:
+                raise ScheduleError(
+                    f"stage {action.stage} is computed by rank {ranks[action.stage]} and by rank "
+                    f"{rank} ({action})"
+                )
+    return ranks
+
+
+@typed_arguments(ScheduleError)
+def lower(
+    actions: Mapping[int, Sequence[Action]], links: Sequence[Link] | None = None, ahead: int = AHEAD
+) -> Actions:
+    """Inserts the transfers into a compute-only schedule.
+
+    A SEND comes right after the compute action that makes its value. A RECV comes ``ahead`` compute actions
+    (W not counted) per stage that its link spans before the one that uses it (or first): a link that skips
+    stages joins ranks that are further apart in time. Where the value is made earlier still in a run in which
+    every action takes one unit, the RECV comes before what the consumer's rank does in that unit: so senders
+    that wait for their receives to be posted never wait in a circle.
+    Both ends of a link thus see its micro-batches in the order of their compute actions; `validate` proves
+    that the two orders agree. A link between two stages of one rank has no transfers.
+
+    Args:
+        actions: compute actions of each rank.
+        links: pairs of stages (from, to), to > from; default: each stage feeds the next.
+        ahead: at least 1; see above.
+
+    Raises:
+        ScheduleError: a link names a stage that no rank computes, or goes backwards, or the schedule holds
+            transfers already.
+
+    Example::
+
+        from meshcast.pipelining import Action, lower, validate
+
+        compute = {0: ["0F0", "0B0"], 1: ["1F0", "1B0"]}  # of each rank
+        actions = lower({rank: [Action.parse(each) for each in row] for rank, row in compute.items()})
+        assert "0SEND_F0" in map(str, actions[0])
+        validate(actions, stages=2, microbatches=1)
+    """
+    ranks = stage_ranks(actions)
+    links = chain(len(ranks)) if links is None else sorted(set(links))
+    if ahead < 1:
+        raise ScheduleError(
+            f"receives must be posted at least 1 action ahead of their use, found ahead={ahead}"
+        )
+    for source, target in links:
+        if source >= target:
+            raise ScheduleError(f"link {source} -> {target}: values travel to a later stage")
+        for stage in (source, target):
+            if stage not in ranks:
+                raise ScheduleError(f"link {source} -> {target}: stage {stage} is on no rank")
+    crossed = crossing(links, ranks)
+    check_compute_only(actions)
+    ends = unit_times(actions, links)
+    return {rank: _lower_row(row, crossed, ahead, ends) for rank, row in actions.items()}
+
+
+def _lower_row(
+    row: Sequence[Action], links: Sequence[Link], ahead: int, ends: Mapping[Action, int]
+) -> list[Action]:
+    receives: list[list[Action]] = [[] for _ in row]
+    counted: list[int] = []  # positions of the actions that `ahead` counts
+    row_ends = [ends.get(action, _NEVER) for action in row]
+    for position, action in enumerate(row):
+        if action.kind is ActionKind.W:
+            continue
+        counted.append(position)
+        for receive in _receives(action, links):
+            early = counted[max(0, len(counted) - 1 - ahead * abs(receive.peer - receive.stage))]
+            made = min(ends.get(maker, _NEVER) for maker in _makers(receive))
+            receives[min(early, bisect_left(row_ends, made, 0, position))].append(receive)
+    lowered: list[Action] = []
+    for posted, action in zip(receives, row, strict=True):
+        lowered += [*posted, action, *_sends(action, links)]
+    return lowered
+
+
+def check_compute_only(actions: Mapping[int, Sequence[Action]]) -> None:
+    """Raises ScheduleError naming the first transfer there is."""
+    for rank, row in actions.items():
+        for position, action in enumerate(row):
+            if not action.kind.is_compute:
+                raise ScheduleError(
+                    f"rank {rank}, step {position}: {action} is a transfer; only a compute-only "
+                    "schedule can be lowered"
+                )
+
+
+def unit_times(actions: Mapping[int, Sequence[Action]], links: Sequence[Link]) -> dict[Action, int]:
+    """When each compute action ends if every one takes one unit and transfers take none. An action that never
+    gets to run, since what it needs is missing or behind it, is left out: `validate` says why."""
+    present = {action for row in actions.values() for action in row}
+    ends: dict[Action, int] = {}
+    step = dict.fromkeys(actions, 0)
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in actions.items():
+            while step[rank] < len(row):
+                action = row[step[rank]]
+                makers = [m for receive in _receives(action, links) for m in _makers(receive) if m in present]
+                if not all(maker in ends for maker in makers):
+                    break
+                before = ends[row[step[rank] - 1]] if step[rank] else 0
+                ends[action] = 1 + max([before, *(ends[maker] for maker in makers)])
+                step[rank] += 1
+                moved = True
+    return ends
+
+
+def _makers(receive: Action) -> list[Action]:
+    """The compute actions, one of which makes what is received."""
+    kinds = (ActionKind.F,) if receive.kind is ActionKind.RECV_F else (ActionKind.B, ActionKind.I)
+    return [Action(receive.peer, kind, receive.microbatch) for kind in kinds]
+
+
+def _receives(action: Action, links: Sequence[Link]) -> list[Action]:
+    """The receives of a compute action: what it needs from other stages."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is ActionKind.F:
+        return [
+            Action(stage, ActionKind.RECV_F, microbatch, source)
+            for source, target in links
+            if target == stage
+        ]
+    if action.kind in (ActionKind.B, ActionKind.I):
+        return [
+            Action(stage, ActionKind.RECV_B, microbatch, target)
+            for source, target in links
+            if source == stage
+        ]
+    return []
+
+
+def _sends(action: Action, links: Sequence[Link]) -> list[Action]:
+    """The sends of a compute action: to every consumer after a forward, to every producer after a
+    backward."""
+    return [receive.matching() for receive in _consumers(action, links)]
+
+
+def _consumers(action: Action, links: Sequence[Link]) -> list[Action]:
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is ActionKind.F:
+        return [
+            Action(target, ActionKind.RECV_F, microbatch, stage)
+            for source, target in links
+            if source == stage
+        ]
+    if action.kind in (ActionKind.B, ActionKind.I):
+        return [
+            Action(source, ActionKind.RECV_B, microbatch, stage)
+            for source, target in links
+            if target == stage
+        ]
+    return []
+
+
+Cell = tuple[int, int]  # rank, step
+
+_AROUND = 6  # steps shown before and after the first and last marked cell
+
+
+def format_grid(actions: Mapping[int, Sequence[Action]], marked: Collection[Cell] = ()) -> str:
+    """Steps downwards, ranks across, marked cells in ``>..<``. A long schedule is cut to the steps around the
+    marks."""
+    ranks = sorted(actions)
+    steps = max((len(row) for row in actions.values()), default=0)
+    first, last = 0, steps
+    if marked:
+        first = max(0, min(step for _, step in marked) - _AROUND)
+        last = min(steps, max(step for _, step in marked) + _AROUND + 1)
+    header = ["step", *(f"rank {rank}" for rank in ranks)]
+    table = [header]
+    for step in range(first, last):
+        cells = [_cell(actions[rank], step, (rank, step) in marked) for rank in ranks]
+        table.append([str(step), *cells])
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    )
+
+
+def _cell(row: Sequence[Action], step: int, marked: bool) -> str:
+    text = str(row[step]) if step < len(row) else ""
+    return f">{text or 'end'}<" if marked else f" {text} " if text else ""
+
+
+Seconds = float | Sequence[float]  # one for all stages, or one per stage
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Time of each kind of action per stage, and of one micro-batch over each link. Any unit."""
+
+    compute: Mapping[ActionKind, Sequence[float]]
+    transfer: float | Mapping[Link, float]
+
+    @staticmethod
+    def of(
+        stages: int,
+        forward: Seconds,
+        backward: Seconds,
+        weight: Seconds | None,
+        transfer: float | Mapping[Link, float],
+    ) -> Costs:
+        """From the times as `simulate` takes them. Raises ScheduleError naming the one that is wrong."""
+        whole = _per_stage("backward", backward, stages)
+        late = [time / 2 for time in whole] if weight is None else _per_stage("weight", weight, stages)
+        if any(part > time for part, time in zip(late, whole, strict=True)):
+            raise ScheduleError(
+                f"weight is a part of backward and cannot exceed it: weight={late}, backward={whole}"
+            )
+        compute = {
+            ActionKind.F: _per_stage("forward", forward, stages),
+            ActionKind.B: whole,
+            ActionKind.W: late,
+            ActionKind.I: [time - part for part, time in zip(late, whole, strict=True)],
+        }
+        for time in transfer.values() if isinstance(transfer, Mapping) else [transfer]:
+            if not time >= 0:
+                raise ScheduleError(f"transfer times cannot be negative, found {time}")
+        return Costs(compute, transfer)
+
+    def of_transfer(self, link: Link) -> float:
+        """Time of one micro-batch over a link, either direction."""
+        if isinstance(self.transfer, Mapping):
+            return self.transfer.get(link, 0.0)
+        return self.transfer
+
+
+def _per_stage(name: str, value: Seconds, stages: int) -> list[float]:
+    times = [float(value)] * stages if isinstance(value, (int, float)) else [float(time) for time in value]
+    if len(times) != stages or not all(time >= 0 for time in times):
+        raise ScheduleError(
+            f"{name} must be one time >= 0, or one for each of the {stages} stages, found {value}"
+        )
+    return times
+
+
+def link_of(action: Action) -> Link:
+    """The link a transfer belongs to, producer first, whatever its direction."""
+    sends_down = action.kind in (ActionKind.SEND_F, ActionKind.RECV_B)
+    return (action.stage, action.peer) if sends_down else (action.peer, action.stage)

@@ -9,14 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshcast.pipelining.action import ActionKind, Actions
-from meshcast.pipelining.auto_warmup import resolve_warmup
+from meshcast.pipelining.action import ActionKind, Actions, Costs, Link, ScheduleError, lower
 from meshcast.pipelining.compat import order_of_torch
-from meshcast.pipelining.costs import Costs
-from meshcast.pipelining.errors import ScheduleError
-from meshcast.pipelining.lower import Link, lower
 from meshcast.pipelining.orders import build
-from meshcast.pipelining.simulate import SimulationReport, simulate_actions
+from meshcast.pipelining.simulate import SimulationReport, resolve_warmup, simulate_actions
 
 __all__ = ["Candidate", "Times", "best_of", "candidates", "counts_to_try", "ended", "times_at"]
 

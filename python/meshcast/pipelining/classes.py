@@ -14,12 +14,18 @@ from typing_extensions import Unpack
 
 from meshcast.errors import LayoutError, MeshcastError
 from meshcast.pipelining.board import refusals_told
-from meshcast.pipelining.compat import accepted, load_order, lowered, lowers_by_itself, torch_order
-from meshcast.pipelining.gathered_stages import FSDP_DEFAULTS, Gathering
+from meshcast.pipelining.compat import (
+    FSDP_DEFAULTS,
+    Gathering,
+    accepted,
+    load_order,
+    lowered,
+    lowers_by_itself,
+    torch_order,
+)
 from meshcast.pipelining.orders import build
-from meshcast.pipelining.own_stages import check_kinds, group_of
-from meshcast.pipelining.pipeline_stage import PipelineStage
 from meshcast.pipelining.schedule import PipelineSchedule, ScheduleOptions, StepCall
+from meshcast.pipelining.stage import PipelineStage, check_kinds, group_of
 
 __all__ = [
     "CLASSES",
@@ -281,7 +287,7 @@ class ScheduleEager1F1B(PipelineScheduleSingle):
 
 class ScheduleZBH1(PipelineScheduleSingle):
     """Weight gradients fill bubbles, with the memory of 1F1B; see
-    `meshcast.pipelining.orders.zero_bubble`.
+    `meshcast.pipelining.orders.zb_h1`.
 
     Arguments: those of `PipelineScheduleSingle`; of the options it has no ``warmup``. Its backward is always
     split.
@@ -292,7 +298,7 @@ class ScheduleZBH1(PipelineScheduleSingle):
 
 class ScheduleZBH2(PipelineScheduleSingle):
     """Weight gradients fill all bubbles, with about twice the memory of 1F1B; see
-    `meshcast.pipelining.orders.zero_bubble`.
+    `meshcast.pipelining.orders.zb_h2`.
 
     Arguments: those of `PipelineScheduleSingle`; of the options it has no ``warmup``. Its backward is always
     split.
@@ -315,7 +321,7 @@ ScheduleZBV = ScheduleZBVZeroBubble
 
 class ScheduleInterleaved1F1B(_PipelineScheduleRuntime, torch_schedules.ScheduleInterleaved1F1B):
     """Several stages on each rank, stage s on rank s mod p; see
-    `meshcast.pipelining.orders.interleaved`.
+    `meshcast.pipelining.orders.interleaved_1f1b`.
 
     Arguments: those of `PipelineScheduleMulti`. ``warmup`` is "1f1b" or "eager", the latter unless it is
     given.

@@ -1,5 +1,8 @@
 """Inference of what a stage's module returns, before a step: on fake tensors, else on the values of a
-micro-batch that are here, with zeros and ones for those that other stages send."""
+micro-batch that are here, with zeros and ones for those that other stages send.
+
+FSDP2 modules run on fake tensors without their hooks, which would gather fakes and break the module.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +15,240 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from meshcast.base import forks
-from meshcast.base.observe import calls_begun
-from meshcast.errors import LayoutError
-from meshcast.pipelining.fsdp_fakes import can_be_faked, fake_state, without_fsdp
-from meshcast.pipelining.shapes import LocalValue, as_tuple, describe_values
-from meshcast.pipelining.wrappers import fsdp_parts
+from ..base import forks
+from ..base.observe import calls_begun
+from ..errors import LayoutError
+from ..layout import Layout
+from .compat import mesh_layout
+from .layouts import fsdp_groups, fsdp_parts
 
 __all__ = [
     "Collectives",
     "DataUse",
     "Inferred",
+    "LocalValue",
+    "SentDTensor",
     "Way",
+    "as_tuple",
+    "can_be_faked",
+    "describe_values",
+    "fake_state",
+    "global_shape",
     "infer_outputs",
     "is_empty",
+    "local_values",
     "needs_stand_in",
     "outputs_on_fakes",
+    "rows_of",
     "stand_ins",
+    "with_empty",
+    "without_fsdp",
     "without_stand_in",
     "writes_on_input",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class SentDTensor:
+    """The data from which a rank of another stage makes the DTensor of its local part. There its mesh has
+    other ranks, but the same names of dimensions and the same layout (`compat.mesh_layout`)."""
+
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]  # of the whole
+    names: tuple[str, ...]
+    layout: tuple[Any, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalValue:
+    """One output of one micro-batch on one rank. placements, sent: of a DTensor, else None."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    placements: tuple[Placement, ...] | None = None
+    sent: SentDTensor | None = None
+
+
+def as_tuple(values: Any, what: str) -> tuple[torch.Tensor, ...]:
+    """The tensors of an output. Raises LayoutError unless it is a tensor or a sequence of tensors."""
+    found = (
+        (values,)
+        if isinstance(values, torch.Tensor)
+        else tuple(values)
+        if isinstance(values, (tuple, list))
+        else ()
+    )
+    if not found or not all(isinstance(value, torch.Tensor) for value in found):
+        kinds = [type(value).__name__ for value in found] or type(values).__name__
+        raise LayoutError(f"{what}: values that leave a stage must be tensors, found {kinds}")
+    return found
+
+
+def local_values(value: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor or plain tensor, its values in memory: a functional collective (there are
+    some inside tensor-parallel modules) returns a stand-in that has none until it is waited for."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def rows_of(values: Sequence[Any]) -> int | None:
+    """Samples that the first tensor has here."""
+    for value in tree_flatten(values)[0]:
+        if isinstance(value, torch.Tensor) and value.dim():
+            return int(local_values(value).shape[0])
+    return None
+
+
+def describe_values(values: Sequence[torch.Tensor], with_grad: bool) -> list[LocalValue]:
+    """Local shapes of tensors or DTensors."""
+    described = []
+    for value in values:
+        placements = sent = None
+        local = value
+        if isinstance(value, DTensor):
+            placements, local = tuple(value.placements), value.to_local()
+            names = tuple(value.device_mesh.mesh_dim_names or ())
+            sent = SentDTensor(placements, tuple(value.shape), names, mesh_layout(value.device_mesh))
+        described.append(
+            LocalValue(tuple(local.shape), value.dtype, with_grad and value.requires_grad, placements, sent)
+        )
+    return described
+
+
+def global_shape(layout: Layout, local: Mapping[int, Sequence[int]], what: str) -> tuple[int, ...]:
+    """The global shape of a value from the local shape on each rank of its mesh.
+
+    Raises LayoutError if no shape laid out this way has these shards, naming the rank whose shard differs.
+    """
+    dims = {len(shape) for shape in local.values()}
+    if len(dims) != 1:
+        raise LayoutError(f"{what}: its ranks have tensors of different dimensions: {dict(local)}")
+    ndim = dims.pop()
+    sharding: dict[int, list[int]] = {}
+    for mesh_dim, placement in enumerate(layout.placements):
+        if isinstance(placement, (Shard, _StridedShard)):
+            if not -ndim <= placement.dim < ndim:
+                raise LayoutError(
+                    f"{what}: {placement} does not fit a tensor of {ndim} dimensions; its local "
+                    f"shape is {local}"
+                )
+            sharding.setdefault(placement.dim % ndim, []).append(mesh_dim)
+    ranks = torch.tensor(layout.ranks).reshape(layout.mesh_shape)
+    shape = []
+    for dim in range(ndim):
+        along = ranks[
+            tuple(slice(None) if axis in sharding.get(dim, ()) else 0 for axis in range(ranks.dim()))
+        ]
+        shape.append(sum(local[int(rank)][dim] for rank in along.reshape(-1)))
+    for rank, expected in layout.local_shapes(shape).items():
+        if tuple(local[rank]) != tuple(expected):
+            raise LayoutError(
+                f"{what}: the module's output does not match its layout {layout}: rank {rank} has a "
+                f"local shape of {tuple(local[rank])}, "
+                f"a tensor of shape {tuple(shape)} would have {tuple(expected)} there (uneven sizes "
+                "follow torch.chunk). "
+                "Check output_placements, leave the batch dimension unflattened, or, where ranks have "
+                "different numbers of rows, pad them and send their counts as another output "
+                '(docs/pipelining.md, "Outputs of different sizes")',
+                rank=rank,
+            )
+    return tuple(shape)
+
+
+def with_empty(
+    known: Mapping[int, Sequence[int]], layout: Layout, data_dims: Sequence[int]
+) -> dict[int, Sequence[int]]:
+    """Local shapes of a value on all ranks, given those of the ranks that have samples.
+
+    A rank that has none has the shape of one that differs from it in the data-parallel dimensions only, with
+    no rows where the value is split by samples.
+    """
+    if len(known) == len(layout.ranks):
+        return dict(known)
+    ranks = torch.tensor(layout.ranks).reshape(layout.mesh_shape)
+    by_samples = any(layout.placements[dim] == Shard(0) for dim in data_dims)
+    found: dict[int, Sequence[int]] = {}
+    for rank in layout.ranks:
+        if rank in known:
+            found[rank] = known[rank]
+            continue
+        place = (ranks == rank).nonzero()[0].tolist()
+        alike = ranks[tuple(slice(None) if dim in data_dims else at for dim, at in enumerate(place))]
+        like = next((int(each) for each in alike.flatten() if int(each) in known), next(iter(known)))
+        found[rank] = [0, *known[like][1:]] if by_samples else known[like]
+    return found
+
+
+def can_be_faked(module: torch.nn.Module, *, exactly: bool = True) -> bool:
+    """Returns whether the module runs on fake tensors as FSDP2 would run it: with one module for each group
+    of parameters. exactly: with the types that FSDP2 computes in too, so without casts."""
+    for part in fsdp_parts(module):
+        state: Any = part._get_fsdp_state()
+        if len(state._modules) > 1:
+            return False
+        parameters = [each for group in fsdp_groups(part) for each in group.fsdp_params]
+        if exactly and any(each.mp_policy.param_dtype is not None for each in parameters):
+            return False
+    return True
+
+
+def fake_state(
+    module: torch.nn.Module, fake: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Parameters and buffers on fake tensors, under the mode that `fake` is of; those of FSDP2 gathered."""
+    managed: dict[int, Any] = {
+        id(each.sharded_param): each
+        for part in fsdp_parts(module)
+        for group in fsdp_groups(part)
+        for each in group.fsdp_params
+    }
+
+    def gathered(value: torch.Tensor) -> torch.Tensor:
+        found = managed[id(value)]
+        whole = torch.empty(found._orig_size, dtype=value.dtype, device=value.device)
+        # Tensor parallelism stays. Releases of torch differ in the name of its layout.
+        spec: Any = getattr(found, "_unsharded_dtensor_spec", None) or getattr(found, "_tp_spec", None)
+        if spec is not None:
+            whole = DTensor.from_local(
+                whole, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+            )
+        return whole.requires_grad_(value.requires_grad)
+
+    return {
+        name: gathered(value) if id(value) in managed else fake(value)
+        for name, value in (*module.named_parameters(), *module.named_buffers())
+    }
+
+
+@contextmanager
+def without_fsdp(module: torch.nn.Module) -> Iterator[None]:
+    """Inside, the module runs without the hooks that fully_shard registered."""
+    before = []
+    for part in fsdp_parts(module):
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):  # type: ignore[attr-defined]
+            before.append((hooks, list(hooks.items())))
+            for key in _own_hooks(part, hooks):
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, items in before:
+            hooks.clear()
+            hooks.update(items)
+
+
+def _own_hooks(part: FSDPModule, hooks: Any) -> list[int]:
+    state = part._get_fsdp_state()
+    return [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is state]
+
 
 DataUse = Literal["if needed", "alone", "always"]
 

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten
 
 from meshcast.errors import LayoutError
 from meshcast.pipelining.gradients import GradientScale
-from meshcast.pipelining.pipeline_stage import PipelineStage
-from meshcast.pipelining.shapes import local_values
+from meshcast.pipelining.inference import local_values
+from meshcast.pipelining.stage import PipelineStage
 
 __all__ = ["Sharding", "StepLoss", "microbatch_weights", "part_of"]
 

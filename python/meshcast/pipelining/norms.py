@@ -1,26 +1,177 @@
-"""The norm of the gradients of all stages of a pipeline, and clipping by it.
+"""The norm of the gradients of all stages of a pipeline, clipping by it, and gradient scaling for float16:
+all ranks skip a step together, and have one scale.
 
-Every rank measures the gradients that it counts (`counting`), so that each element is measured once; one
-small all-reduce makes the norm of it, with the same bits on all ranks.
+Who counts what is decided by the ranks of the meshes, not by the names of their dimensions: a parameter may
+lie on a part of the stage's mesh, or on a mesh that joins several pipelines.
+
+Every rank measures the gradients that it counts, so that each element is measured once; one small all-reduce
+makes the norm of it, with the same bits on all ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
-from meshcast.base.checks import typed_arguments
-from meshcast.errors import LayoutError
-from meshcast.pipelining.counting import all_reduce_over, counted, own_stages, parameters
-from meshcast.pipelining.pipeline_stage import PipelineStage
-from meshcast.pipelining.shapes import local_values
+from ..base.checks import typed_arguments
+from ..errors import LayoutError, MeshcastError
+from .inference import local_values
+from .stage import PipelineStage
 
-__all__ = ["clip_grad_norm_", "grad_norm"]
+__all__ = [
+    "Counted",
+    "GradScaler",
+    "all_reduce_over",
+    "clip_grad_norm_",
+    "counted",
+    "grad_norm",
+    "outside_mesh",
+    "own_stages",
+    "parameters",
+]
+
+
+@dataclass(slots=True)
+class Counted:
+    """Local gradients that this rank counts: those to be added up in the pipeline's group, and those to be
+    added up over a mesh that is larger than the stage's first, after which `leads` adds the sum here."""
+
+    inside: list[torch.Tensor]
+    outside: dict[DeviceMesh, list[torch.Tensor]]  # the same meshes, in the same order, on all their ranks
+    leads: bool
+
+
+def own_stages(stages: Any, op: str) -> list[PipelineStage]:
+    """This rank's stages, ascending. Raises LayoutError unless they can be one rank's. op: names the
+    operation in errors."""
+    # A module may be iterable as well; it is named as a whole.
+    several = isinstance(stages, Iterable) and not isinstance(stages, torch.nn.Module)
+    listed = [*stages] if several else [stages]
+    where = f"rank {dist.get_rank()}, {op}" if dist.is_initialized() else op
+    for stage in listed:
+        if not isinstance(stage, PipelineStage):
+            raise LayoutError(
+                f"{where}: expected a meshcast.pipelining.PipelineStage or a list of this rank's stages, "
+                f"found {type(stage).__name__}: give the stages that the schedule was made with"
+            )
+    if not listed:
+        raise LayoutError(f"{where}: expected at least one stage, found none: give all stages of this rank")
+    for stage in listed[1:]:
+        if stage.group is not listed[0].group:
+            raise LayoutError(
+                f"{where}: expected stages of one pipeline, found unlike groups: stage "
+                f"{listed[0].stage_index} has {listed[0].group}, stage {stage.stage_index} has "
+                f"{stage.group}: call it once for each pipeline"
+            )
+    return sorted(listed, key=lambda stage: stage.stage_index)
+
+
+def parameters(stages: Sequence[PipelineStage]) -> list[torch.nn.Parameter]:
+    """The parameters that are trained, each once, also where two stages have the same one."""
+    found = (p for stage in stages for p in stage.submod.parameters())
+    return list({id(p): p for p in found if p.requires_grad or p.grad is not None}.values())
+
+
+def counted(stages: Sequence[PipelineStage], op: str) -> Counted:
+    """The gradients that this rank counts. Collective over the mesh of a gradient that is a pending sum.
+
+    Raises LayoutError before the first step, when the stages do not know yet who shares parameters.
+    """
+    copies, first_copies = set(), set()
+    for stage in stages:
+        if stage.sharing is None:
+            # On every rank, also where nothing is shared: the others would wait for those that raise.
+            raise LayoutError(
+                f"rank {stage.rank}, {op}: expected stages whose schedule has run, found stage "
+                f"{stage.stage_index} before its first step: call step, on every rank, before {op}",
+                rank=stage.rank,
+                op=op,
+            )
+        for key, parameter in stage.shared.items():
+            copies.add(id(parameter))
+            if stage.stage_index == stage.sharing[key][0]:
+                first_copies.add(id(parameter))
+    # Stages of a rank have the same ranks, if in unlike shapes: one of them leads in all.
+    members = set(stages[0].mesh.ranks)
+    leader = min(members)
+    found = Counted([], {}, stages[0].rank == leader)
+    for parameter in parameters(stages):
+        if id(parameter) in copies and id(parameter) not in first_copies:
+            continue
+        mesh = outside_mesh(parameter, members)
+        # Also without a gradient here: other ranks of that mesh may have one.
+        into = found.inside if mesh is None else found.outside.setdefault(mesh, [])
+        if parameter.grad is not None:
+            gradient = _reduced(parameter)  # by all ranks of its mesh, whoever counts the result
+            if _counts(parameter, stages[0].rank, leader, outside=mesh is not None):
+                into.append(local_values(gradient))
+    return found
+
+
+def outside_mesh(parameter: torch.nn.Parameter, members: set[int]) -> DeviceMesh | None:
+    """The parameter's mesh if it has other ranks than those of the stage: FSDP2 over the same stage of
+    several pipelines."""
+    if not isinstance(parameter.data, DTensor):
+        return None
+    mesh = parameter.data.device_mesh
+    return None if members.issuperset(mesh.mesh.flatten().tolist()) else mesh
+
+
+def all_reduce_over(
+    mesh: DeviceMesh | None, values: torch.Tensor, reduction: Any, stage: PipelineStage, op: str
+) -> None:
+    """All-reduces over all dimensions of a mesh, one after the other; None: over the pipeline's group.
+
+    Raises MeshcastError where that fails, as when another rank dies.
+    """
+    groups = [stage.group]
+    if mesh is not None:
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    try:
+        for group in groups:
+            dist.all_reduce(values, op=reduction, group=group)
+    except RuntimeError as error:
+        raise MeshcastError(
+            f"rank {stage.rank}, {op}: an all-reduce with the other ranks of the pipeline failed: "
+            f"{(str(error).splitlines() or [''])[0]}. One of them may have ended: look at its own output",
+            rank=stage.rank,
+            op=op,
+            phase="transfer",
+        ) from error
+
+
+def _counts(parameter: torch.nn.Parameter, rank: int, leader: int, *, outside: bool) -> bool:
+    """Returns whether this rank is the first that has its part of the parameter."""
+    if not isinstance(parameter.data, DTensor):
+        return rank == leader  # all ranks of the stage have it
+    ranks = parameter.data.device_mesh.mesh
+    # A mesh that is a part of the stage's is one of several, each with the whole parameter: the leader's one
+    # counts. A larger one is added up as a whole.
+    if not outside and leader not in ranks.flatten().tolist():
+        return False
+    place = (ranks == rank).nonzero().tolist()
+    if not place:
+        return False
+    placements = parameter.data.placements
+    return all(at == 0 or not isinstance(p, Replicate) for at, p in zip(place[0], placements, strict=True))
+
+
+def _reduced(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The gradient laid out as the parameter is: pending sums are carried out."""
+    gradient: Any = parameter.grad
+    placed: Any = parameter.data
+    assert gradient is not None
+    if not isinstance(gradient, DTensor) or gradient.placements == placed.placements:
+        return gradient
+    return gradient.redistribute(placements=placed.placements)
 
 
 @typed_arguments()
@@ -166,3 +317,128 @@ class _Order:
         if self._largest:
             return torch.where(total[1] > 0, math.nan, total[0])
         return total[0].pow(1 / self._p)
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for the stages of a pipeline: an infinite or NaN gradient in any stage makes
+    every rank skip its step and lower its scale.
+
+    Every rank of the pipeline makes one. The loss is scaled in ``loss_fn``; ranks without a loss begin with
+    ``init_scale`` as well. The first ``unscale_``, ``step`` or ``update`` of an iteration looks at the
+    gradients of all parameters of this rank's stages and agrees with the other ranks, in one all-reduce of
+    one element. What it found holds for every optimizer until ``update``. Every rank calls ``update`` in
+    every iteration, also one without an optimizer.
+
+    Args:
+        stages: this rank's stage, or all stages of this rank.
+        device: device type of the scale; default: that of the stages.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch, the same on all
+            ranks.
+
+    Raises:
+        LayoutError: no stages, or stages of unlike groups.
+
+    Example::
+
+        scaler = GradScaler(stage)
+        loss_fn = lambda output, target: scaler.scale(cross_entropy(output, target))
+        schedule = Schedule1F1B(stage, 4, loss_fn=loss_fn)
+        schedule.step(x, target=y)
+        scaler.unscale_(optimizer)  # only to clip
+        clip_grad_norm_(stage, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    As `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, which agrees once per optimizer.
+    """
+
+    @typed_arguments()
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        self._stages = own_stages(stages, "GradScaler")
+        super().__init__(
+            device or self._stages[0].device.type,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        self._found: torch.Tensor | None = None  # 1 if a gradient is not finite anywhere; until `update`
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Updates the scale, as in torch. Every rank of the pipeline calls it, with or without optimizers."""
+        if not self._enabled:
+            return
+        found = self._found_anywhere()
+        # What single optimizers found is part of it.
+        self._per_optimizer_states.clear()
+        self._per_optimizer_states[0]["found_inf_per_device"] = {found.device: found}
+        self._found = None
+        super().update(new_scale)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._scale is None:  # no loss on this rank, so `scale` did not make it
+            self._lazy_init_scale_growth_tracker(self._stages[0].device)
+        return super()._check_scale_growth_tracker(funcname)
+
+    @torch.no_grad()
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        """Unscales the gradients of an optimizer: `unscale_` calls it, and `step` without `unscale_`."""
+        found = self._found_anywhere()  # first: the other ranks wait for it, whatever follows
+        owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in owned if parameter.grad is not None]
+        if not allow_fp16 and any(gradient.dtype == torch.float16 for gradient in gradients):
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        # An optimizer may have parameters of no stage: they hold back itself only.
+        return {found.device: torch.maximum(found, _scale_and_check(gradients, inv_scale, found_inf))}
+
+    @torch.no_grad()
+    def _found_anywhere(self) -> torch.Tensor:
+        """Returns whether any gradient of the pipeline is not finite, agreed on once per iteration: 0 or 1,
+        float32, without dimensions, on the device of the stages."""
+        if self._found is None:
+            scale, _ = self._check_scale_growth_tracker("agreeing on infinities")
+            mine = parameters(self._stages)
+            gradients = [parameter.grad for parameter in mine if parameter.grad is not None]
+            found = _scale_and_check(gradients, torch.ones_like(scale), torch.zeros_like(scale))
+            members = set(self._stages[0].mesh.ranks)
+            meshes = (outside_mesh(parameter, members) for parameter in mine)
+            for mesh in {mesh: None for mesh in meshes if mesh is not None}:  # in order, each once
+                all_reduce_over(mesh, found, dist.ReduceOp.MAX, self._stages[0], "GradScaler")
+            all_reduce_over(None, found, dist.ReduceOp.MAX, self._stages[0], "GradScaler")
+            self._found = found
+        return self._found
+
+
+def _scale_and_check(
+    gradients: Iterable[torch.Tensor], factor: torch.Tensor, found: torch.Tensor
+) -> torch.Tensor:
+    """Multiplies the gradients by `factor`, in place. Returns `found`, 1 if one of them is not finite.
+
+    On local tensors: for DTensors torch would all-reduce what it finds over their mesh, each time.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        local = local_values(gradient)
+        values = local._values() if local.is_sparse else local
+        alike.setdefault((values.device, values.dtype), []).append(values)
+    for (device, _), group in alike.items():
+        here = torch.zeros_like(found, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(group, here, factor.to(device))
+        found = torch.maximum(found, here.to(found.device))
+    return found

@@ -1,22 +1,249 @@
 """The actions that a schedule's options make: built, checked against the ranks of the stages, lowered and
-validated."""
+validated. What must be true of a lowered schedule before it may run:
+
+1. Each stage is on one rank, and does each micro-batch once forward and once backward (B, or I before W),
+   forward first.
+2. A receive precedes its use, a send follows what makes its value, and each has its other end. Between two
+   stages of one rank there is no transfer; the consumer comes after the producer.
+3. Both ends of a link see its micro-batches in the same order: transfers of a link and direction match by
+   order.
+4. It does not deadlock, whether sends are buffered or wait for their receive. The runtime's sends never
+   wait, so the second is stricter than it needs; a schedule that passes runs with bounded buffers.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
-from meshcast.errors import LayoutError
-from meshcast.pipelining.action import Actions
-from meshcast.pipelining.auto_warmup import AutoWarmup, Budget, check_budget, resolve_warmup
-from meshcast.pipelining.costs import Costs
-from meshcast.pipelining.lower import AHEAD, Link, lower, stage_ranks
-from meshcast.pipelining.orders import build, forward_only, spec_of
-from meshcast.pipelining.simulate import SimulationReport, simulate_actions
-from meshcast.pipelining.validate import validate
+from ..base.checks import typed_arguments
+from ..errors import LayoutError
+from .action import (
+    AHEAD,
+    Action,
+    ActionKind,
+    Actions,
+    Cell,
+    Costs,
+    Link,
+    ScheduleError,
+    chain,
+    crossing,
+    format_grid,
+    lower,
+    stage_ranks,
+)
+from .orders import build, forward_only, spec_of
+from .simulate import (
+    AutoWarmup,
+    Budget,
+    SendModel,
+    SimulationReport,
+    check_budget,
+    resolve_warmup,
+    simulate_actions,
+)
 
-__all__ = ["Recipe"]
+__all__ = ["Recipe", "validate"]
+
+
+_SEND_MODELS: tuple[SendModel, ...] = ("buffered", "rendezvous")
+
+
+@typed_arguments(ScheduleError)
+def validate(
+    actions: Mapping[int, Sequence[Action]],
+    stages: int,
+    microbatches: int,
+    *,
+    links: Sequence[Link] | None = None,
+    forward_only: bool = False,
+    send_models: Sequence[SendModel] = _SEND_MODELS,
+) -> None:
+    """Raises ScheduleError unless the lowered schedule can run. The message names rank, step, stage and
+    micro-batch and shows the grid. `lower` has an example.
+
+    Args:
+        actions: actions of each rank, transfers included.
+        stages, microbatches: what the schedule must cover.
+        links: pairs of stages (from, to); default: each stage feeds the next.
+        forward_only: no backward is expected.
+        send_models: the models under which it must not deadlock.
+    """
+    check = _Check({rank: list(row) for rank, row in actions.items()})
+    check.coverage(stages, microbatches, forward_only)
+    check.transfers(chain(stages) if links is None else links, microbatches, forward_only)
+    check.order()
+    costs = Costs.of(stages, 1.0, 2.0, None, 1.0)
+    for model in send_models:
+        simulate_actions(check.actions, costs, model)
+
+
+class _Check:
+    def __init__(self, actions: Actions) -> None:
+        self.actions = actions
+        self.at: dict[Action, Cell] = {}
+        stage_ranks(actions)
+        for rank, row in actions.items():
+            for step, action in enumerate(row):
+                if action in self.at:
+                    self.fail(f"{action} comes twice", (rank, step), self.at[action])
+                self.at[action] = (rank, step)
+
+    def fail(self, what: str, *cells: Cell) -> NoReturn:
+        lines = []
+        for rank, step in cells:
+            action = self.actions[rank][step]
+            lines.append(
+                f"rank {rank}, step {step}, stage {action.stage}, micro-batch {action.microbatch}: {action}"
+            )
+        raise ScheduleError(
+            "\n".join([f"invalid schedule: {what}", *lines, format_grid(self.actions, cells)])
+        )
+
+    def before(self, first: Action, second: Action, why: str) -> None:
+        """`first` must be on the rank of `second` and come earlier."""
+        cell = self.at[second]
+        found = self.at.get(first)
+        if found is None:
+            self.fail(f"{second} needs {first} before it ({why}), which is missing", cell)
+        if found[0] != cell[0] or found[1] > cell[1]:
+            self.fail(f"{second} needs {first} before it on its rank ({why})", cell, found)
+
+    def coverage(self, stages: int, microbatches: int, forward_only: bool) -> None:
+        for action, cell in self.at.items():
+            if not action.stage < stages or not action.microbatch < microbatches:
+                self.fail(f"{action} is outside {stages} stages and {microbatches} micro-batches", cell)
+            if forward_only and action.kind.is_backward:
+                self.fail(f"{action} does not belong into a forward-only schedule", cell)
+        for stage in range(stages):
+            if not any(action.stage == stage for action in self.at):
+                raise ScheduleError(
+                    f"invalid schedule: stage {stage} is on no rank\n{format_grid(self.actions)}"
+                )
+            for microbatch in range(microbatches):
+                self.compute(stage, microbatch, forward_only)
+
+    def compute(self, stage: int, microbatch: int, forward_only: bool) -> None:
+        forward, whole, inputs, weights = (
+            Action(stage, kind, microbatch)
+            for kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
+        )
+        if forward not in self.at:
+            raise ScheduleError(
+                f"invalid schedule: {forward} (stage {stage}, micro-batch {microbatch}) is "
+                f"missing\n{format_grid(self.actions)}"
+            )
+        if forward_only:
+            return
+        if whole in self.at:
+            self.before(forward, whole, "backward follows forward")
+            for part in (inputs, weights):
+                if part in self.at:
+                    self.fail(
+                        f"{whole} is the whole backward, {part} is a part of it",
+                        self.at[whole],
+                        self.at[part],
+                    )
+        elif inputs in self.at and weights in self.at:
+            self.before(forward, inputs, "backward follows forward")
+            self.before(inputs, weights, "weight gradients follow input gradients")
+        else:
+            found = inputs if inputs in self.at else weights if weights in self.at else forward
+            self.fail(
+                f"stage {stage}, micro-batch {microbatch} has no backward: {whole}, or {inputs} and "
+                f"{weights}",
+                self.at[found],
+            )
+
+    def transfers(self, links: Sequence[Link], microbatches: int, forward_only: bool) -> None:
+        expected: set[Action] = set()
+        ranks = stage_ranks(self.actions)
+        crossed = crossing(links, ranks)
+        for source, target in links:
+            if (source, target) not in crossed:
+                self.handed_over(source, target, microbatches, forward_only)
+        for source, target in crossed:
+            for microbatch in range(microbatches):
+                expected.add(Action(source, ActionKind.SEND_F, microbatch, target))
+                if not forward_only:
+                    expected.add(Action(target, ActionKind.SEND_B, microbatch, source))
+        for send in sorted(expected, key=str):
+            for end, other in ((send, send.matching()), (send.matching(), send)):
+                if end not in self.at:
+                    if other in self.at:
+                        self.fail(f"{other} has no other end, {end} is missing", self.at[other])
+                    raise ScheduleError(
+                        f"invalid schedule: {send} and {send.matching()} (stages {send.stage} and "
+                        f"{send.peer}, micro-batch "
+                        f"{send.microbatch}) are missing\n{format_grid(self.actions)}"
+                    )
+            self.neighbours(send)
+        for action, cell in self.at.items():
+            if (
+                not action.kind.is_compute
+                and (action if action.kind.is_send else action.matching()) not in expected
+            ):
+                self.fail(f"{action} belongs to no link; links are {sorted(links)}", cell)
+
+    def handed_over(self, source: int, target: int, microbatches: int, forward_only: bool) -> None:
+        """A link inside a rank: the consumer after the producer, backward the other way round."""
+        for microbatch in range(microbatches):
+            self.before(
+                Action(source, ActionKind.F, microbatch),
+                Action(target, ActionKind.F, microbatch),
+                "a forward uses what its producer made",
+            )
+            if not forward_only:
+                self.before(
+                    self.backward_of(target, microbatch),
+                    self.backward_of(source, microbatch),
+                    "a backward uses the gradient of its consumer",
+                )
+
+    def neighbours(self, send: Action) -> None:
+        """A send follows what makes its value, a receive precedes what uses it."""
+        receive = send.matching()
+        if send.kind is ActionKind.SEND_F:
+            self.before(
+                Action(send.stage, ActionKind.F, send.microbatch), send, "a value is sent once it exists"
+            )
+            self.before(
+                receive,
+                Action(receive.stage, ActionKind.F, receive.microbatch),
+                "a forward uses what was received",
+            )
+            return
+        self.before(self.backward_of(send.stage, send.microbatch), send, "a gradient is sent once it exists")
+        self.before(
+            receive, self.backward_of(receive.stage, receive.microbatch), "a backward uses what was received"
+        )
+
+    def backward_of(self, stage: int, microbatch: int) -> Action:
+        whole = Action(stage, ActionKind.B, microbatch)
+        return whole if whole in self.at else Action(stage, ActionKind.I, microbatch)
+
+    def order(self) -> None:
+        """Per link and direction, the k-th send must be the k-th receive."""
+        sends: dict[tuple[int, int, ActionKind], list[Action]] = defaultdict(list)
+        receives: dict[tuple[int, int, ActionKind], list[Action]] = defaultdict(list)
+        for row in self.actions.values():
+            for action in row:
+                if action.kind.is_send:
+                    sends[action.stage, action.peer, action.kind].append(action)
+                elif action.kind.is_recv:
+                    receives[action.peer, action.stage, action.matching().kind].append(action)
+        for pair, sent in sends.items():
+            for send, receive in zip(sent, receives[pair], strict=True):
+                if send.microbatch != receive.microbatch:
+                    self.fail(
+                        f"stage {pair[0]} sends {send} where stage {pair[1]} receives {receive}",
+                        self.at[send],
+                        self.at[receive],
+                    )
+
 
 # Of one micro-batch, in any unit: what warmup="auto" and draw() assume unless they are told otherwise.
 _NOMINAL_TIMES: Mapping[str, Any] = {"forward": 1.0, "backward": 2.0, "weight": 1.0, "transfer": 0.5}

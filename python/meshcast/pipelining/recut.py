@@ -7,25 +7,31 @@ the actions of the schedule that runs. All of it is arithmetic: no process group
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import Replicate
 
-from meshcast.layout import Layout
-from meshcast.pipelining.action import Actions
-from meshcast.pipelining.costs import Costs
-from meshcast.pipelining.partition_layers import Layer
-from meshcast.pipelining.partition_search import Cut, search
-from meshcast.pipelining.simulate import simulate_actions
-from meshcast.planning.plan import plan_many
-from meshcast.topology import Topology
+from .. import errors
+from ..base import checks
+from ..errors import AbortedError, LayoutError, MeshcastError
+from ..layout import Layout
+from ..planning.plan import plan_many
+from ..topology import Topology
+from .action import Actions, Costs
+from .partition_search import Cut, Layer, search, uses_of
+from .simulate import simulate_actions
 
-__all__ = ["Recut", "Running", "better_cut"]
+if TYPE_CHECKING:
+    from .schedule import PipelineSchedule
+
+__all__ = ["Recut", "Running", "Wish", "agreed_cut", "all_well", "better_cut"]
+
 
 _SIMULATED = 300  # cuts at most: training waits for it
 _COMPARED = 8  # cuts, the fastest of the search, whose moves are planned
@@ -223,3 +229,252 @@ def _per_stage(times: Any, stages: int) -> list[float] | None:
     if times is None:
         return None
     return [float(times)] * stages if isinstance(times, int | float) else [float(each) for each in times]
+
+
+_TIMES = ("forward", "backward", "weight", "transfer")
+_SHOWN = 160  # characters of an argument that ranks disagree on
+_MOST_STEPS = 10**9
+
+
+@dataclass(frozen=True)
+class Wish:
+    """The arguments of `meshcast.elastic.rebalance` on this rank, which documents them."""
+
+    optimizer: Any
+    cut: Any
+    layers: Any
+    times: Any
+    threshold: Any
+    horizon: Any
+    overhead: Any
+    topology: Any
+    build: Any
+    named: bool
+
+    def checked(self, schedule: PipelineSchedule) -> dict[str, Any]:
+        """Checks the arguments, and returns what must be the same on all ranks, {argument: text}. Raises
+        LayoutError or ScheduleError."""
+        stages = next(iter(schedule._mine.values())).num_stages
+        cut = checks.listed("cut", self.cut)
+        if len(cut) != stages or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in cut):
+            raise LayoutError(
+                f"cut {checks.shown(self.cut)}: expected a number of layers for each of the {stages} stages, "
+                "at least 1"
+            )
+        checks.positive("threshold", self.threshold, 1.0)
+        checks.integer("horizon", self.horizon, 1, _MOST_STEPS)
+        checks.not_negative("overhead", self.overhead)
+        if not isinstance(self.topology, Topology | None):
+            raise LayoutError(f"topology must be a meshcast.Topology, found {checks.shown(self.topology)}")
+        if not isinstance(self.optimizer, torch.optim.Optimizer | None):
+            raise LayoutError(
+                f"optimizer must be a torch.optim.Optimizer, found {checks.shown(self.optimizer)}"
+            )
+        if not callable(self.build):
+            raise LayoutError(f"build must be a function of a cut, found {checks.shown(self.build)}")
+        self._check_layers(sum(cut))
+        self._check_times(stages)
+        kind = None if self.optimizer is None else type(self.optimizer).__name__
+        stepped = self.optimizer is not None and any(self.optimizer.state.values())
+        return {
+            "cut": _text(list(cut)),
+            "layers": _text(self.layers),
+            "times": _text(self.times),
+            "threshold": _text(float(self.threshold)),
+            "horizon": _text(self.horizon),
+            "overhead": _text(float(self.overhead)),
+            "topology": _text(self.topology),
+            "names": "given" if self.named else "None",
+            "optimizer": f"{kind}, which has {'' if stepped else 'no '}state",
+            "measured steps": _text(None if schedule._recent is None else schedule._recent.last),
+        }
+
+    def _check_layers(self, count: int) -> None:
+        if self.layers is None:
+            return
+        layers = checks.listed("layers", self.layers)
+        wrong = next((each for each in layers if not isinstance(each, Layer)), None)
+        if wrong is not None:
+            raise LayoutError(f"layers must be of meshcast.pipelining.Layer, found {checks.shown(wrong)}")
+        if len(layers) != count:
+            raise LayoutError(f"layers has {len(layers)} layers, but cut has {count}")
+        uses_of(layers)
+        for index, each in enumerate(layers):
+            if not (each.forward > 0 and each.backward > 0):
+                raise LayoutError(
+                    f"layers: layer {index} takes {each.forward} and {each.backward} s; times of the forward "
+                    "and the backward must be above 0"
+                )
+
+    def _check_times(self, stages: int) -> None:
+        if self.times is None:
+            return
+        if not isinstance(self.times, Mapping) or not {"forward", "backward"} <= set(self.times) <= set(
+            _TIMES
+        ):
+            raise LayoutError(
+                f"times {checks.shown(self.times)}: expected a mapping with forward and backward, and weight "
+                "and transfer where known, as simulate() takes them"
+            )
+        Costs.of(stages, **{"weight": None, "transfer": 0.0, **self.times})
+
+
+def _text(value: Any) -> str:
+    """The whole of it, if not in full."""
+    text = repr(value)
+    if len(text) <= _SHOWN:
+        return text
+    return f"{text[:_SHOWN]}... ({hashlib.blake2b(text.encode(), digest_size=8).hexdigest()})"
+
+
+def agreed_cut(schedule: PipelineSchedule, wish: Wish) -> Recut | None:
+    """The same on every rank of the pipeline: the first of them decides, by what all have measured.
+
+    Raises LayoutError on all ranks where one cannot go on or the ranks contradict each other.
+    """
+
+    def said() -> dict[str, Any]:
+        if schedule._failed is not None:
+            raise AbortedError(f"the pipeline failed before: {schedule._failed}", op="pipeline")
+        arguments = wish.checked(schedule)
+        if schedule._wirings.last is None or not schedule._agreed().trains:
+            raise LayoutError("there was no training step yet: call it between two steps")
+        times = {} if wish.times is not None else schedule.stage_times()
+        return {
+            "arguments": arguments,
+            "stages": {
+                str(index): {
+                    "times": _listed(times.get(index)),
+                    "nbytes": _nbytes(stage.submod, wish.optimizer),
+                }
+                for index, stage in schedule._mine.items()
+            },
+        }
+
+    answer = _agree(schedule, said, lambda found: _decided(schedule, wish, found))
+    if answer["cut"] is None:
+        return None
+    return Recut(tuple(answer["cut"]), answer["before"], answer["after"], answer["moving"])
+
+
+def all_well(schedule: PipelineSchedule, failed: Exception | None) -> None:
+    """Every rank says whether it failed. Raises on all ranks if one has: its own error there, and one of the
+    same type and text on the others."""
+
+    def said() -> dict[str, Any]:
+        if failed is not None:
+            raise failed
+        return {}
+
+    _agree(schedule, said, lambda _: {})
+
+
+def _listed(times: Any) -> list[float | None] | None:
+    return None if times is None else [times.forward, times.backward, times.weight]
+
+
+def _nbytes(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes of all that moves with the module."""
+    tensors: list[Any] = [*module.parameters(), *module.buffers()]
+    if optimizer is not None:
+        for parameter in module.parameters():
+            tensors += optimizer.state[parameter].values() if parameter in optimizer.state else ()
+    return sum(each.numel() * each.element_size() for each in tensors if isinstance(each, torch.Tensor))
+
+
+def _agree(
+    schedule: PipelineSchedule,
+    say: Callable[[], dict[str, Any]],
+    decide: Callable[[dict[int, Any]], dict[str, Any]],
+) -> dict[str, Any]:
+    """The answer. Raises on all ranks what one has raised."""
+    board = schedule._board
+    mine: Exception | None = None
+    try:
+        value = say()
+    except Exception as error:
+        mine = error
+        kind = type(error).__name__ if type(error).__name__ in errors.__all__ else "LayoutError"
+        value = {"refused": str(error) or type(error).__name__, "kind": kind}
+    value["opened"] = board.opened
+
+    def answered(found: dict[int, Any]) -> dict[str, Any]:
+        more = {"opened": max(said["opened"] for said in found.values())}
+        for rank, said in sorted(found.items()):
+            if "refused" in said:
+                return {**more, "rank": rank, "refused": said["refused"], "kind": said["kind"]}
+        try:
+            return {**more, **decide(found)}
+        except Exception as error:  # the others must not wait for it
+            return {**more, "rank": board.rank, "refused": str(error), "kind": "LayoutError"}
+
+    answer = board.agree(f"recut/{schedule._recuts}", value, answered)
+    board.forget_past()
+    schedule._recuts += 1
+    board.skip_to(answer["opened"])
+    if "refused" in answer:
+        if mine is not None and type(mine).__name__ in errors.__all__:
+            raise mine
+        kind_of_error: type[MeshcastError] = vars(errors)[answer["kind"]]
+        text = answer["refused"] if mine is None else str(mine) or type(mine).__name__
+        rank = answer["rank"] if mine is None else board.rank
+        peer = None if mine is not None else rank
+        raise kind_of_error(f"rebalance: rank {rank}: {text}", rank=board.rank, peer=peer) from mine
+    return answer
+
+
+def _decided(schedule: PipelineSchedule, wish: Wish, found: Mapping[int, Any]) -> dict[str, Any]:
+    """On the first rank. Raises LayoutError where the ranks contradict each other."""
+    first = min(found)
+    for rank, said in sorted(found.items()):
+        for what, text in said["arguments"].items():
+            other = found[first]["arguments"][what]
+            if text != other:
+                raise LayoutError(
+                    f"the ranks disagree on {what}: rank {first} has {other}, rank {rank} has {text}; give "
+                    "the same on every rank"
+                )
+    table = schedule._agreed()
+    count = len(table.ranks)
+    by_stage: list[list[Any]] = [
+        [said["stages"][str(stage)] for said in found.values() if str(stage) in said["stages"]]
+        for stage in range(count)
+    ]
+    times = dict(wish.times or {})
+    if wish.times is None:
+        if any(each["times"] is None for listed in by_stage for each in listed):
+            return {"cut": None}  # nothing has been measured of this schedule yet
+        slowest = [_slowest([each["times"] for each in listed]) for listed in by_stage]
+        times = dict(zip(_TIMES, zip(*slowest, strict=True), strict=False))
+        if all(each is None for each in times["weight"]):
+            del times["weight"]
+        else:  # a stage that is not split computes all of it late
+            times["weight"] = [each or 0.0 for each in times["weight"]]
+    topology = wish.topology or next(iter(schedule._mine.values())).topology
+    times.setdefault("transfer", schedule.transfer_times(topology))
+    recut = better_cut(
+        Running(
+            tuple(wish.cut),
+            schedule._recipe.lowered(len(table.rows), train=True),
+            schedule._n_microbatches,
+            table.rows,
+            table.ranks,
+            {"weight": None, **times},
+            [max(each["nbytes"] for each in listed) for listed in by_stage],
+        ),
+        wish.layers,
+        threshold=wish.threshold,
+        horizon=wish.horizon,
+        overhead=wish.overhead,
+        topology=topology,
+    )
+    if recut is None:
+        return {"cut": None}
+    return {"cut": recut.cut, "before": recut.before, "after": recut.after, "moving": recut.moving}
+
+
+def _slowest(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
+    """The longest time of each kind among the ranks of a stage."""
+    return [
+        None if any(each is None for each in listed) else max(listed) for listed in zip(*ranks, strict=True)
+    ]

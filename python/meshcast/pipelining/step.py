@@ -1,40 +1,98 @@
-"""One step's data: micro-batches and shards of the batch, losses and outputs collected."""
+"""One step's data: micro-batches and shards of the batch, losses and outputs collected; orders of actions and
+functions that were given as torch's.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 import torch
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.microbatch import merge_chunks
+from torch.distributed.pipelining.schedules import REDUCE_GRAD
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.utils._pytree import tree_map
 
-from meshcast.errors import LayoutError
-from meshcast.pipelining.gradients import GradientScale
-from meshcast.pipelining.layouts import Placements, check_shard, local_shard
-from meshcast.pipelining.loss import Sharding, StepLoss, microbatch_weights, part_of
-from meshcast.pipelining.microbatches import (
-    Leaf,
-    Pieces,
-    Values,
-    digest_of,
-    divided,
-    extent,
-    is_mask,
-    parts_of,
-    picked,
-)
-from meshcast.pipelining.pipeline_stage import PipelineStage
-from meshcast.pipelining.shapes import local_values
-from meshcast.pipelining.wiring import StageValue
+from ..errors import LayoutError
+from .action import Action, ActionKind, Actions
+from .compat import Gathering, actions_of, fused_pairs, parts_of, torch_action, with_gathering
+from .gradients import GradientScale
+from .inference import local_values
+from .layouts import Placements, check_shard, local_shard
+from .loss import Sharding, StepLoss, microbatch_weights, part_of
+from .microbatch import Leaf, Pieces, Values, digest_of, divided, extent, is_mask, picked, sizes_of_parts
+from .stage import PipelineStage
+from .table import StageTable
+from .wiring import StageValue
 
-__all__ = ["StepFeed"]
+__all__ = ["Arriving", "Functions", "GivenOrder", "StepFeed", "functions_for", "functions_of"]
+
+
+class GivenOrder:
+    """order: torch's actions of each of its ranks. lowered: with their transfers."""
+
+    def __init__(self, order: dict[int, list[Any]], lowered: bool) -> None:
+        self.order, self.lowered = order, lowered
+        self.pairs = fused_pairs(order)
+        actions = actions_of(order)
+        text = str(sorted((rank, list(map(str, row))) for rank, row in actions.items()))
+        self.digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        self._rows = [row for row in actions.values() if row]
+
+    @staticmethod
+    def of(schedule: Any) -> GivenOrder | None:
+        """The order that ``_load_csv`` or ``_prepare_schedule_with_comms`` got last, else ``pipeline_order``,
+        else ``pipeline_order_with_comms``. None where the schedule runs what is built by its name."""
+        prepared, order = schedule._given_order, schedule.pipeline_order
+        if prepared is None and schedule.name is not None and order is schedule._built_order:
+            return None
+        given = prepared or (order, False)
+        if not given[0]:
+            given = getattr(schedule, "pipeline_order_with_comms", None), True
+        if not given[0]:
+            raise LayoutError(
+                f"{type(schedule).__name__} has no actions: give it a pipeline_order, or load a file"
+            )
+        return GivenOrder(*given)
+
+    def rows(self, table: StageTable) -> Actions:
+        """By row of the schedule."""
+        return dict(sorted((table.row_of(row[0].stage), row) for row in self._rows))
+
+    def row_of(self, stages: set[int]) -> list[Any]:
+        """torch's actions of the rank that has these stages."""
+        return next(row for row in self.order.values() if any(a and a.stage_index in stages for a in row))
+
+    def reduced(self, stages: Iterable[int]) -> list[int]:
+        """The stages whose gradients are scaled: an order that holds its transfers says which."""
+        told = {
+            each.stage_index
+            for row in self.order.values()
+            for each in row
+            if each is not None and each.computation_type == REDUCE_GRAD
+        }
+        return [stage for stage in stages if not self.lowered or stage in told]
+
+    def side_by_side(self, row: list[Action]) -> list[Action]:
+        """A lowered row with the parts of each fused action next to each other: receives between them come
+        before, sends behind."""
+        for _, parts in self.pairs.values():
+            if parts[0] not in row:
+                continue
+            first, last = row.index(parts[0]), row.index(parts[-1])
+            between = [each for each in row[first : last + 1] if each not in parts]
+            receives = [each for each in between if each.kind.is_recv]
+            sends = [each for each in between if not each.kind.is_recv]
+            row = [*row[:first], *receives, *parts, *sends, *row[last + 1 :]]
+        return row
+
 
 _WHAT = ("args", "kwargs", "target")
 _PIECES = {"args": "arg_mbs", "kwargs": "kwarg_mbs", "target": "target_mbs"}
@@ -184,7 +242,7 @@ class StepFeed:
         rows = {
             leaf.rows for each in whole for values in each for leaf in values.leaves if leaf.dim is not None
         }
-        sizes = [parts_of(each, self._microbatches) for each in rows]
+        sizes = [sizes_of_parts(each, self._microbatches) for each in rows]
         found: list[tuple[list[Any], list[Any]]] = []
         for number in range(self._microbatches):
             if number and len(whole) == 2 and all(each[number] == each[number - 1] for each in sizes):
@@ -221,7 +279,7 @@ class StepFeed:
             leaves = [leaf for leaf in firsts if leaf is not None]
             owns = [self._is_own(kind, leaf) for leaf in leaves]
             rows = [_extent(leaf, own=own) for leaf, own in zip(leaves, owns, strict=True)]
-            return rows if kind in self._pieces else parts_of(rows[0], self._microbatches), all(owns)
+            return rows if kind in self._pieces else sizes_of_parts(rows[0], self._microbatches), all(owns)
         return None, False
 
     def _is_own(self, kind: str, leaf: Leaf) -> bool:
@@ -317,7 +375,7 @@ class StepFeed:
                 cuts = [value]
                 if "target" not in self._pieces:
                     total_rows = 0 if leaf.dim is None else _extent(leaf, own=own)
-                    rows = parts_of(total_rows, self._microbatches)
+                    rows = sizes_of_parts(total_rows, self._microbatches)
                     cuts = _microbatches(leaf, value, rows, None, own=own)
                 flats.append(
                     [self._share("target", leaf, each, leaf.rows if own else None)[0] for each in cuts]
@@ -508,7 +566,7 @@ def _microbatches(
         return [value] * len(samples)
     rows, total = int(extent(value, leaf.dim)), sum(samples)
     if own or total == 0 or rows % total:
-        return divided(value, leaf.dim, parts_of(rows, len(samples)))
+        return divided(value, leaf.dim, sizes_of_parts(rows, len(samples)))
     if order is not None and rows == total:
         value = picked(value, leaf.dim, order)
     return divided(value, leaf.dim, [rows // total * each for each in samples])
@@ -531,3 +589,108 @@ def _kind(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return ("tensor", "rows", *value.shape[1:]) if value.dim() else ("tensor",)
+
+
+class Arriving:
+    """The values that such a function waits for first; torch has works of torch.distributed there."""
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self.wait = settle
+
+
+@dataclass(slots=True)
+class Functions:
+    """The functions of a step.
+
+    fused: of the first of the actions that run as one: the function, and all of them. inside: all of those.
+    forward_arriving, backward_arriving: by stage and micro-batch. gathering: by the action before which they
+    are called, those for UNSHARD and RESHARD, with torch's action; under None those behind the last action.
+    """
+
+    by_kind: dict[ActionKind, Callable[[Action], None]] = field(default_factory=dict)
+    fused: dict[Action, tuple[Callable[[], None], list[Action]]] = field(default_factory=dict)
+    inside: frozenset[Action] = frozenset()
+    forward_arriving: dict[tuple[int, int], list[Arriving]] = field(default_factory=dict)
+    backward_arriving: dict[tuple[int, int], list[Arriving]] = field(default_factory=dict)
+
+    gathering: dict[Action | None, list[tuple[Any, Callable[[], None]]]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.by_kind or self.fused or self.gathering)
+
+
+def functions_of(schedule: Any) -> Mapping[Any, Callable[..., None]]:
+    """By torch's kind of action."""
+    return getattr(schedule, "_comp_type_to_function_map", {})
+
+
+def functions_for(
+    schedule: Any,
+    given: GivenOrder | None,
+    feeds: Mapping[int, StepFeed],
+    row: Sequence[Action],
+    place: tuple[int, int],
+    *,
+    train: bool,
+) -> Functions:
+    """Functions of one step; the schedule gets what torch's functions look at.
+
+    row: what this rank runs. place: number of the row, and how many there are.
+    """
+    found, registered = Functions(), functions_of(schedule)
+    if not registered:
+        return found
+    first = next(iter(feeds.values()))
+    targets = [feed.loss.targets for feed in feeds.values() if feed.loss.targets is not None]
+    context = torch_schedules._PipelineContext(
+        schedule,
+        [tuple(feeds[0].arguments(number)) if 0 in feeds else () for number in range(first.count)],
+        [dict(first.keywords(number)) for number in range(first.count)],
+        list(targets[0]) if targets else None,
+    )
+    schedule.fwd_recv_ops, schedule.bwd_recv_ops = found.forward_arriving, found.backward_arriving
+    schedule.backward_counter.clear()
+    both = registered.get(torch_schedules.OVERLAP_F_B)
+    if both is not None and given is not None and train:
+        for start, (whole, parts) in given.pairs.items():
+            found.fused[start] = _call(both, whole, context), parts
+        found.inside = frozenset(part for _, parts in given.pairs.values() for part in parts)
+    for kind, run in registered.items():
+        if kind.value in ActionKind.__members__:
+            found.by_kind[ActionKind[kind.value]] = _call_for(run, context)
+    for before, action in _gathering(schedule._gathering, given, row, place):
+        if action.computation_type in registered:
+            run = _call(registered[action.computation_type], action, context)
+            found.gathering.setdefault(before, []).append((action, run))
+    return found
+
+
+def _gathering(
+    options: Gathering, given: GivenOrder | None, row: Sequence[Action], place: tuple[int, int]
+) -> list[tuple[Action | None, Any]]:
+    """torch's UNSHARD and RESHARD in their order, each with the action of the row that it comes before: where
+    a given order with transfers has them, else where torch would put them."""
+    order: list[Any] = [torch_action(each) for each in row if each.kind.is_compute]
+    if given is not None:
+        order = given.row_of({each.stage for each in row})
+    if given is None or not given.lowered:
+        order = with_gathering(order, options, *place)
+    runs = frozenset(row)
+    before: Action | None = None
+    found: list[tuple[Action | None, Any]] = []
+    for each in reversed(order):
+        if each is None:
+            continue
+        if each.computation_type in (torch_schedules.UNSHARD, torch_schedules.RESHARD):
+            found.append((before, each))
+        else:
+            before = next((part for part in parts_of(each) if part in runs), before)
+    return found[::-1]
+
+
+def _call(run: Callable[..., None], whole: Any, context: Any) -> Callable[[], None]:
+    return lambda: run(whole, context)
+
+
+def _call_for(run: Callable[..., None], context: Any) -> Callable[[Action], None]:
+    return lambda action: run(torch_action(action), context)

@@ -12,11 +12,9 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from meshcast.errors import LayoutError
 from meshcast.pipelining.board import PipelineBoard
-from meshcast.pipelining.functions import functions_of
-from meshcast.pipelining.given import GivenOrder
 from meshcast.pipelining.gradients import kept_apart
-from meshcast.pipelining.pipeline_stage import PipelineStage
-from meshcast.pipelining.step import StepFeed
+from meshcast.pipelining.stage import PipelineStage
+from meshcast.pipelining.step import GivenOrder, StepFeed, functions_of
 from meshcast.pipelining.table import StageTable
 from meshcast.pipelining.varying import Wirings
 

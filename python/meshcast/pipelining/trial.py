@@ -17,15 +17,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from meshcast.pipelining.action import Action, ActionKind
+from meshcast.pipelining._backward import children_first, saved_values
+from meshcast.pipelining.action import Action, ActionKind, Link, link_of
 from meshcast.pipelining.classes import PipelineScheduleMulti
 from meshcast.pipelining.compat import torch_order
-from meshcast.pipelining.costs import link_of
-from meshcast.pipelining.lower import Link
-from meshcast.pipelining.microbatches import Pieces
-from meshcast.pipelining.pipeline_stage import PipelineStage
-from meshcast.pipelining.shapes import local_values
-from meshcast.pipelining.split_backward import children_first, saved_values
+from meshcast.pipelining.inference import local_values
+from meshcast.pipelining.microbatch import Pieces
+from meshcast.pipelining.stage import PipelineStage
 
 __all__ = ["as_before", "kept_bytes", "measured"]
 

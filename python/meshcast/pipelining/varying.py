@@ -18,10 +18,9 @@ from torch.utils._pytree import tree_map_only
 from meshcast.errors import LayoutError
 from meshcast.pipelining.board import PipelineBoard
 from meshcast.pipelining.inference import DataUse, Inferred
-from meshcast.pipelining.pipeline_stage import PipelineStage
-from meshcast.pipelining.shared import SharedGradients
+from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.step import StepFeed
-from meshcast.pipelining.table import StageTable
+from meshcast.pipelining.table import SharedGradients, StageTable
 from meshcast.pipelining.wiring import Wiring, connect
 from meshcast.transfers.transfer import PersistentTransfer
 

@@ -1,35 +1,278 @@
 """Wiring: the ranks agree on edges and shapes, then compile each link into its forward and its backward
-transfer."""
+transfer.
+
+Checks that a stage can know which of its mesh dimensions split samples or tokens, before anything moves.
+
+Over such a dimension every rank computes a part of the loss, so gradients are sums over its ranks. Over the
+others (tensor parallelism) all ranks compute the same loss, and modules see to it that gradients are whole. A
+wrong guess would be a wrong gradient, silently.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.distributed.tensor.placement_types import Partial, Placement
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from meshcast.errors import DeadlineExceededError, LayoutError, MeshcastError
-from meshcast.layout import Layout
-from meshcast.pipelining.board import PipelineBoard, Refused
-from meshcast.pipelining.deliveries import Bundle, Delivery, bundles, returns
-from meshcast.pipelining.devices import make_transfer
-from meshcast.pipelining.edge import Edge, check_edges, links_of
-from meshcast.pipelining.edge_transfers import EdgeTransfers, LocalShape
-from meshcast.pipelining.inference import DataUse, Inferred, Way
-from meshcast.pipelining.layouts import gradient_placements
-from meshcast.pipelining.lower import Link
-from meshcast.pipelining.pipeline_stage import PipelineStage
-from meshcast.pipelining.sample_split import check_split
-from meshcast.pipelining.shapes import LocalValue, SentDTensor, global_shape, with_empty
-from meshcast.pipelining.shared import SharedGradients
-from meshcast.pipelining.table import StageTable
-from meshcast.pipelining.wire import decode_value, encode_value
-from meshcast.planning.plan import Problem
-from meshcast.transfers.transfer import PersistentTransfer, PlanOptions
+from ..base.checks import Reader, dtype_name
+from ..errors import DeadlineExceededError, LayoutError, MeshcastError
+from ..layout import Layout
+from ..planning.plan import Problem, plan_many
+from ..topology import Topology
+from ..transfers.handle import Handle
+from ..transfers.transfer import PersistentTransfer, PlanOptions
+from .action import Link
+from .board import PipelineBoard, Refused
+from .edge import Bundle, Delivery, Edge, bundles, check_edges, links_of, returns
+from .inference import DataUse, Inferred, LocalValue, SentDTensor, Way, global_shape, with_empty
+from .layouts import gradient_placements
+from .stage import PipelineStage, make_transfer
+from .table import SharedGradients, StageTable
 
-__all__ = ["StageValue", "Wiring", "connect", "gradient_layout"]
+__all__ = [
+    "Arrival",
+    "EdgeTransfers",
+    "LocalShape",
+    "StageValue",
+    "Wiring",
+    "check_split",
+    "connect",
+    "decode_value",
+    "encode_value",
+    "gradient_layout",
+    "transfer_times",
+]
+
+
+class _Value(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def requires_grad(self) -> bool: ...
+
+
+def check_split(
+    stage: PipelineStage,
+    inputs: Mapping[int, _Value],
+    outputs: Sequence[_Value],
+    last_outputs: Sequence[LocalValue] | None,
+) -> None:
+    """Raises LayoutError naming ``data_dims`` or ``loss_dims`` where the stage cannot know.
+
+    Args:
+        inputs: those that other stages send.
+        outputs: what leaves the stage; empty for the last.
+        last_outputs: of the last stage, where they could be inferred.
+    """
+    for dim, size in enumerate(stage.mesh.shape):
+        if size == 1:
+            continue
+        cut = [index for index, value in inputs.items() if _is_cut(value.layout.placements[dim])]
+        if not stage.data_dims_given and dim not in stage.data_dims:
+            _check_data_dim(stage, dim, cut, inputs, outputs)
+        if not stage.loss_dims_given and dim not in stage.loss_dims:
+            for index in cut or inputs:
+                _check_loss_dim(stage, dim, inputs[index], index, last_outputs or ())
+
+
+def _check_data_dim(
+    stage: PipelineStage,
+    dim: int,
+    cut: Sequence[int],
+    inputs: Mapping[int, _Value],
+    outputs: Sequence[_Value],
+) -> None:
+    where = f"rank {stage.rank}, stage {stage.stage_index}"
+    whole = [
+        index
+        for index, value in inputs.items()
+        if value.requires_grad and isinstance(value.layout.placements[dim], Replicate)
+    ]
+    if cut and whole and not _has_tensor_parallel_parameters_only(stage, dim):
+        raise LayoutError(
+            f"{where}: over dimension {dim} of its mesh input {cut[0]} is cut, input {whole[0]} whole. The "
+            f"gradient of input {whole[0]} is a sum over these ranks if they compute different parts of the "
+            "loss, and whole on each if they are tensor parallel: name the dimensions over which samples or "
+            f"tokens are split, data_dims={[*stage.data_dims, dim]}, or data_dims={stage.data_dims}"
+        )
+    split = [index for index, value in enumerate(outputs) if value.layout.placements[dim] == Shard(0)]
+    if (
+        split
+        and all(isinstance(each[dim], Replicate) for each in stage.input_placements.listed())
+        and not stage.use_dtensor
+        and not _has_tensor_parallel_parameters_only(stage, dim)
+    ):
+        raise LayoutError(
+            f"{where}: over dimension {dim} of its mesh all inputs are whole, output {split[0]} is split by "
+            "samples: name the dimensions over which samples are split, "
+            f"data_dims={[*stage.data_dims, dim]}, or data_dims={stage.data_dims} if every rank "
+            "computes the gradients of all samples"
+        )
+
+
+def _check_loss_dim(
+    stage: PipelineStage, dim: int, value: _Value, index: int, outputs: Sequence[LocalValue]
+) -> None:
+    """Raises LayoutError where, by their sizes, the outputs that the loss is taken of are this rank's part
+    of the input."""
+    placement = value.layout.placements[dim]
+    tokens = 1 if len(value.shape) > 2 else 0  # else dimension 1 is of features
+    dims = [placement.dim % len(value.shape)] if isinstance(placement, Shard) else range(tokens + 1)
+    # Other dimensions of the mesh may cut the value as well: a data-parallel rank has its samples anyhow.
+    whole = _local_shape(stage, value, dim, Replicate())
+    for along in dims if value.shape else ():
+        part = _local_shape(stage, value, dim, Shard(along))
+        for output in outputs:
+            if (
+                output.placements is None
+                and len(output.shape) > along
+                and output.shape[along] == part[along] != whole[along]
+            ):
+                both = [*stage.loss_dims, dim]
+                raise LayoutError(
+                    f"rank {stage.rank}, stage {stage.stage_index}: over dimension {dim} of the mesh input "
+                    f"{index} is {placement}, and the loss is taken of outputs that are this rank's part. "
+                    f"If every rank's loss is that of its own part, give loss_dims={both}, and the same "
+                    "data_dims= where parameters are whole on these ranks (context parallelism, modules that "
+                    f"take their part by themselves); if all have the same loss, loss_dims={stage.loss_dims}"
+                )
+
+
+def _local_shape(stage: PipelineStage, value: _Value, dim: int, placement: Placement) -> tuple[int, ...]:
+    """The shape of the value on this rank, if `placement` were its placement over dimension `dim`."""
+    others = value.layout.placements
+    placements = (*others[:dim], placement, *others[dim + 1 :])
+    return stage.mesh.layout(placements).local_shapes(value.shape)[stage.rank]
+
+
+def _is_cut(placement: object) -> bool:
+    return isinstance(placement, Shard) and placement.dim != 0
+
+
+def _has_tensor_parallel_parameters_only(stage: PipelineStage, dim: int) -> bool:
+    """Returns whether every trained parameter is a DTensor over the ranks along the dimension."""
+    along = stage.mesh.along([dim])
+    return all(
+        isinstance(parameter.data, DTensor)
+        and set(parameter.data.device_mesh.mesh.flatten().tolist()).issuperset(along)
+        for parameter in stage.submod.parameters()
+        if parameter.requires_grad
+    )
+
+
+_RANKS = torch.tensor([0])
+
+
+def encode_value(local: LocalValue, layout: Layout) -> dict[str, Any]:
+    """A local output and the layout it is a shard of."""
+    return {
+        "shape": list(local.shape),
+        "dtype": dtype_name(local.dtype),
+        "requires_grad": local.requires_grad,
+        "layout": layout.to_wire(),
+        "sent": None if local.sent is None else _encode(local.sent),
+    }
+
+
+def decode_value(text: dict[str, Any]) -> tuple[LocalValue, Layout]:
+    dtype = getattr(torch, text["dtype"])
+    layout = Layout.from_wire(Reader(text["layout"], "layout"))
+    sent = None if text["sent"] is None else _decode(text["sent"])
+    return LocalValue(tuple(text["shape"]), dtype, text["requires_grad"], None, sent), layout
+
+
+def _encode(sent: SentDTensor) -> dict[str, Any]:
+    # A layout of as many ranks has the placements' wire form.
+    placements = Layout(_RANKS.reshape([1] * len(sent.placements)), sent.placements).to_wire()
+    return {"placements": placements, "shape": sent.shape, "names": sent.names, "mesh": sent.layout}
+
+
+def _decode(text: dict[str, Any]) -> SentDTensor:
+    placements = Layout.from_wire(Reader(text["placements"], "placements")).placements
+    mesh = None if text["mesh"] is None else tuple(text["mesh"])
+    return SentDTensor(placements, tuple(text["shape"]), tuple(text["names"]), mesh)
+
+
+LocalShape = tuple[tuple[int, ...], torch.dtype]  # local shape and type
+
+# A transfer to wait for, unless the value was here already, and a tensor for each delivery.
+Arrival = tuple[Handle[Any] | None, list[torch.Tensor]]
+
+
+class EdgeTransfers:
+    """One transfer for each micro-batch: the values of a bundle, or the gradients of one link.
+
+    transfer: None where both stages are on the same ranks and every rank keeps what it has: values are handed
+    over as they are. number: of the lane they are
+    ordered in, the same on all of its ranks.
+    """
+
+    def __init__(
+        self,
+        transfer: PersistentTransfer | None,
+        consumers: Sequence[int],
+        deliveries: Sequence[Delivery],
+        sources: Sequence[LocalShape],
+        buffers: Sequence[LocalShape],
+        stage: PipelineStage,
+        number: int,
+    ) -> None:
+        self.transfer = transfer
+        self.number = number
+        self.consumers = consumers
+        self.deliveries = deliveries
+        self._sources = sources  # of what this rank sends; empty on the receiving side
+        self._buffers = buffers  # of what it receives; empty on the sending side
+        self._device = stage.device
+        self._rank = stage.rank
+        # A transfer there need not be over when it has been waited for: wait() orders the compute stream.
+        self.on_gpu = stage.device.type == "cuda"
+        # Whether a receiver may have to pass values on to another.
+        self.relays = any(len(each.layout.ranks) > 1 for each in deliveries)
+
+    def send(self, tensors: Sequence[torch.Tensor], timeout: float) -> Handle[Any]:
+        """To other ranks, a tensor for each delivery."""
+        assert self.transfer is not None
+        return self.transfer.start(tensors, [None] * len(tensors), timeout=timeout)
+
+    def receive(self, timeout: float) -> Arrival:
+        """From other ranks."""
+        assert self.transfer is not None
+        buffers = self._empty()
+        return self.transfer.start([None] * len(buffers), buffers, timeout=timeout), buffers
+
+    def hand_over(self, tensors: Sequence[torch.Tensor], timeout: float) -> Arrival:
+        """From one stage of these ranks to another."""
+        if self.transfer is None:
+            return None, list(tensors)
+        buffers = self._empty()
+        return self.transfer.start(tensors, buffers, timeout=timeout), buffers
+
+    def bytes_sent(self, handle: Handle[Any]) -> int:
+        """By this rank in a transfer of these that has been waited for."""
+        if self.on_gpu and self.transfer is not None:  # which need not be over
+            return self.transfer.plan.bytes_sent(self._rank)
+        return int(handle.figures()["bytes_sent"])
+
+    def warm_up(self, timeout: float) -> Handle[Any] | None:
+        """On GPUs: a transfer of nothing in particular, started by all ranks of the edge. NCCL makes its
+        connections in the first one and blocks the host for them, which in the middle of a step could
+        be for a rank that waits for this one."""
+        if self.transfer is None or not self.on_gpu:
+            return None
+        nothing = [None] * len(self.deliveries)
+        given = [torch.zeros(shape, dtype=dtype, device=self._device) for shape, dtype in self._sources]
+        return self.transfer.start(given or nothing, self._empty() or nothing, timeout=timeout)
+
+    def _empty(self) -> list[torch.Tensor]:
+        return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._buffers]
+
 
 _FIRST_LANE = 2  # below are the lanes of ordinary calls and their backward
 
@@ -433,3 +676,32 @@ def gradient_layout(layout: Layout, summed: Sequence[int] = ()) -> Layout:
     over = [dim for dim in summed if layout.mesh_shape[dim] > 1]
     placements: tuple[Placement, ...] = gradient_placements(layout.placements, over)
     return Layout(torch.tensor(layout.ranks).reshape(layout.mesh_shape), placements)
+
+
+def transfer_times(
+    wiring: Wiring, table: StageTable, topology: Topology | None, strategy: str = "auto"
+) -> dict[Link, float]:
+    """Seconds of one micro-batch over each link, what `simulate` takes as ``transfer``: the longer of values
+    and gradients. A value for several stages counts for each of them."""
+    rows = {stage: table.row_of(stage) for stage in range(len(table.ranks))}
+    found = bundles(wiring.edges, table.input_layout, rows)
+    times = dict.fromkeys(wiring.links, 0.0)
+    for bundle in found:
+        problems = []
+        for each in bundle.deliveries:
+            value = wiring.values[bundle.source][each.output]
+            problems.append((value.shape, value.dtype, value.layout, each.layout))
+        seconds = plan_many(problems, topology=topology, strategy=strategy).makespan
+        for consumer in bundle.consumers:
+            times[bundle.source, consumer] += seconds
+    for link in wiring.links:
+        problems = []
+        for each in returns(found, *link, table.input_layout):
+            value = wiring.values[link[0]][each.output]
+            if table.trains and value.requires_grad:
+                back = gradient_layout(value.layout)
+                problems.append((value.shape, value.dtype, gradient_layout(each.layout), back))
+        if problems:
+            seconds = plan_many(problems, topology=topology, strategy=strategy).makespan
+            times[link] = max(times[link], seconds)
+    return times

@@ -16,7 +16,7 @@ import pytest
 from meshcast import cli
 from meshcast.base import progress
 from meshcast.base.progress import Progress, seconds_text, track
-from meshcast.pipelining import event_simulation, simulate
+from meshcast.pipelining import simulate
 
 MODULE = Path(progress.__file__)
 LEFT = re.compile(r"(\d+) of (\d+), (.*?) s, about (.*?) left\n")
@@ -136,7 +136,7 @@ def test_a_single_thing_tells_how_far_it_is() -> None:
 
 def test_a_simulation_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[float] = []
-    monkeypatch.setattr(event_simulation, "_TOLD", 10)
+    monkeypatch.setattr(sys.modules["meshcast.pipelining.simulate"], "_TOLD", 10)
     with Progress("simulating", stream=io.StringIO(), ticks=False) as shown:
         monkeypatch.setattr(shown, "part", told.append)
         simulate("1F1B", 3, 8, transfer=0.5)

@@ -10,7 +10,7 @@ import torch
 from meshcast import Layout
 from meshcast.pipelining import Edge, lower
 from meshcast.pipelining.action import Action, ActionKind, Actions
-from meshcast.pipelining.deliveries import bundles, returns
+from meshcast.pipelining.edge import bundles, returns
 from meshcast.pipelining.orders import build, delay_weights
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, _StridedShard

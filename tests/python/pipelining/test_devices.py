@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from meshcast import Layout
 from meshcast.errors import LayoutError
-from meshcast.pipelining import Edge, PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B, devices
+from meshcast.pipelining import Edge, PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
 from meshcast.pipelining.board import PipelineBoard
-from meshcast.pipelining.deliveries import Delivery
-from meshcast.pipelining.devices import make_transfer, stage_device
-from meshcast.pipelining.edge_transfers import EdgeTransfers, LocalShape
+from meshcast.pipelining.edge import Delivery
+from meshcast.pipelining.stage import make_transfer, stage_device
 from meshcast.pipelining.table import agree_on_stages, describe_stages
-from meshcast.pipelining.wiring import Wiring
+from meshcast.pipelining.wiring import EdgeTransfers, LocalShape, Wiring
 from meshcast.transfers.gpu import GpuMedium
 from meshcast.transfers.transfer import PersistentTransfer, PlanOptions
 from torch import nn
@@ -51,7 +50,7 @@ def test_a_gpu_that_is_not_there_is_refused(device: str) -> None:
 
 def test_the_gpu_is_the_current_one_and_must_exist() -> None:
     with (
-        mock.patch.object(devices, "own_obstacle", return_value=""),
+        mock.patch("meshcast.pipelining.stage.own_obstacle", return_value=""),
         mock.patch.object(torch.cuda, "device_count", return_value=4),
         mock.patch.object(torch.cuda, "current_device", return_value=2),
     ):

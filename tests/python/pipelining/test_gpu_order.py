@@ -15,12 +15,11 @@ import torch.distributed as dist
 from meshcast import Layout
 from meshcast.pipelining import PipelineStage
 from meshcast.pipelining.action import Action, ActionKind
-from meshcast.pipelining.deliveries import Delivery
-from meshcast.pipelining.gpu_clock import GpuClock
+from meshcast.pipelining.edge import Delivery
 from meshcast.pipelining.inference import Way
 from meshcast.pipelining.recipe import Recipe
 from meshcast.pipelining.runtime import Runtime
-from meshcast.pipelining.trace import Trace
+from meshcast.pipelining.trace import GpuClock, Trace
 from meshcast.pipelining.wiring import StageValue, Wiring
 from torch import nn
 from torch.distributed.tensor import Replicate

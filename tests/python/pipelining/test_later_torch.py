@@ -23,8 +23,8 @@ from meshcast.pipelining import (
     load_csv,
     schedules,
 )
-from meshcast.pipelining.errors import ScheduleError
-from meshcast.pipelining.gathered_stages import Gathering, windows
+from meshcast.pipelining.action import ScheduleError
+from meshcast.pipelining.compat import Gathering, windows
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard

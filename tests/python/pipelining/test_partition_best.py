@@ -9,9 +9,7 @@ from pathlib import Path
 import meshcast
 import pytest
 from meshcast.pipelining import Layer, Partition, partition
-from meshcast.pipelining.partition_costs import Evaluator, Job
-from meshcast.pipelining.partition_layers import uses_of
-from meshcast.pipelining.partition_search import Cut
+from meshcast.pipelining.partition_search import Cut, Evaluator, Job, uses_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 

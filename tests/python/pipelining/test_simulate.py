@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 from meshcast.pipelining import Action, ScheduleError, simulate
-from meshcast.pipelining.costs import Costs
-from meshcast.pipelining.lower import lower
+from meshcast.pipelining.action import Costs, lower
 from meshcast.pipelining.orders import build
 from meshcast.pipelining.simulate import simulate_actions
 

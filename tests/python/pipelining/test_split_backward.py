@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from meshcast import _C
-from meshcast.pipelining.split_backward import SplitBackward, hooks_made
+from meshcast.pipelining._backward import SplitBackward, hooks_made
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

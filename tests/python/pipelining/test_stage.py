@@ -23,19 +23,18 @@ from meshcast.pipelining import (
     ScheduleZBV,
     get_schedule_class,
 )
-from meshcast.pipelining.errors import ScheduleError
-from meshcast.pipelining.inference import infer_outputs
+from meshcast.pipelining.action import ScheduleError
+from meshcast.pipelining.inference import LocalValue, global_shape, infer_outputs
 from meshcast.pipelining.layouts import (
     StageMesh,
     ValuePlacements,
     data_dims,
     gradient_placements,
     local_shard,
+    shared_parameters_of,
 )
 from meshcast.pipelining.schedule import ScheduleOptions
-from meshcast.pipelining.shapes import LocalValue, global_shape
-from meshcast.pipelining.wire import decode_value, encode_value
-from meshcast.pipelining.wrappers import shared_parameters_of
+from meshcast.pipelining.wiring import decode_value, encode_value
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, _StridedShard

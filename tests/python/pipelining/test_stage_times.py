@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from meshcast.errors import LayoutError
 from meshcast.pipelining import StageTimes
-from meshcast.pipelining.stage_times import RecentTimes
-from meshcast.pipelining.trace import Trace
+from meshcast.pipelining.trace import RecentTimes, Trace
 
 
 def trace(*events: tuple[str, float], wait: float = 0.0) -> Trace:
