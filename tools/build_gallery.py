@@ -14,9 +14,8 @@ from typing import Any
 import meshcast
 from meshcast import Layout, Topology
 from meshcast.bench.cases import RANKS_PER_HOST, find
-from meshcast.pages.plan_page import write_plan_page
+from meshcast.pages.page import write_plan_page, write_timeline_page
 from meshcast.pages.schedule_panels import panel_of_events, panel_of_report
-from meshcast.pages.timeline_page import write_timeline_page
 from meshcast.pipelining import simulate
 from meshcast.pipelining.trace import read_trace
 

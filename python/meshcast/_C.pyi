@@ -342,7 +342,7 @@ class Group:
         kept: int,
         refusals: OpenRefusals,
     ) -> None:
-        """connector: see groups/meeting.py. kept: agreements that a life remembers. refusals: of the process
+        """connector: see groups/private.py. kept: agreements that a life remembers. refusals: of the process
         group."""
 
     def connect(self, timeout: float) -> None: ...

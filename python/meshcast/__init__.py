@@ -42,11 +42,20 @@ if TYPE_CHECKING:
         PeerLostError,
         PlanMismatchError,
     )
-    from .groups.prepare import prepare
+    from .groups.telling import prepare
     from .layout import Layout
-    from .planning.cache import PlanCacheInfo
-    from .planning.plan import Plan, Problem, plan, plan_cache_clear, plan_cache_info, plan_many
-    from .planning.views import LocalCopy, Task, Transfer
+    from .planning.plan import (
+        LocalCopy,
+        Plan,
+        PlanCacheInfo,
+        Problem,
+        Task,
+        Transfer,
+        plan,
+        plan_cache_clear,
+        plan_cache_info,
+        plan_many,
+    )
     from .resharding.autograd import backward
     from .resharding.measure import measure_topology
     from .resharding.redistribute import enable_dtensor_redistribute
@@ -120,23 +129,23 @@ _HOME = {
     "Host": "topology",
     "Layout": "layout",
     "LayoutError": "errors",
-    "LocalCopy": "planning.views",
+    "LocalCopy": "planning.plan",
     "MeshcastError": "errors",
     "Nic": "topology",
     "PairCounters": "base.observe",
     "PeerLostError": "errors",
     "Plan": "planning.plan",
-    "PlanCacheInfo": "planning.cache",
+    "PlanCacheInfo": "planning.plan",
     "PlanMismatchError": "errors",
     "Problem": "planning.plan",
     "ReshardedState": "resharding.state_run",
     "Resharder": "resharding.resharder",
     "StateResharder": "resharding.state_resharder",
-    "Task": "planning.views",
+    "Task": "planning.plan",
     "TensorMap": "resharding.tensor_map",
     "TensorSpec": "spec",
     "Topology": "topology",
-    "Transfer": "planning.views",
+    "Transfer": "planning.plan",
     "TransferStats": "transfers.handle",
     "WeightProgress": "resharding.weight_side",
     "WeightStats": "resharding.weight_side",
@@ -151,7 +160,7 @@ _HOME = {
     "plan_cache_clear": "planning.plan",
     "plan_cache_info": "planning.plan",
     "plan_many": "planning.plan",
-    "prepare": "groups.prepare",
+    "prepare": "groups.telling",
     "reshard": "resharding.reshard",
     "reshard_": "resharding.reshard",
     "reshard_local": "resharding.reshard",

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from meshcast.elastic.leaving import abort_groups
+from meshcast.elastic.remesh import abort_groups
 
 GROUP_TIMEOUT = 3600.0  # seconds: nothing ends by it here
 LEAVE_UP = True  # the group is of no use afterwards

@@ -35,10 +35,9 @@ def _create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
     backend.
     """
     from .. import _C
-    from .broadcast import Broadcasts
     from .inner_nccl import InnerNccl
     from .options import split
-    from .point_to_point import announce, settle
+    from .point_to_point import Broadcasts, announce, settle
 
     store, rank, size, timeout = group.store, group.group_rank, group.group_size, group.timeout
     gloo_options, nccl_options = split(options)

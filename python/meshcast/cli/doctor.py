@@ -198,19 +198,19 @@ def _between_hosts(problems: list[str]) -> dict[str, str]:
     """Over what tensors on the CPU travel, and by which devices."""
     if any(problem.startswith("import meshcast") for problem in problems):
         return {"ucx": "unknown, since meshcast cannot be imported"}
-    from meshcast.groups import ucx
+    from meshcast.groups import network
 
     try:
-        library = ucx.library()
-        version = ucx.plane((), 60).version
+        library = network.library()
+        version = network.plane((), 60).version
     except Exception as error:
         problems.append(f"messages over UCX: {error}; they travel over gloo")
         return {"ucx": "cannot be used"}
     named = _base("settings").IFNAMES.text() or os.environ.get("UCX_NET_DEVICES")
     return {
         "ucx": f"{version} ({library})",
-        "devices": named or ucx.device_names() or "UCX chooses, RDMA among them",
-        "RDMA": ", ".join(ucx.rdma_devices()) or "none",
+        "devices": named or network.device_names() or "UCX chooses, RDMA among them",
+        "RDMA": ", ".join(network.rdma_devices()) or "none",
     }
 
 

@@ -8,11 +8,10 @@ import json
 from pathlib import Path
 
 from ..base.progress import Progress
-from ..pages.timeline_page import PageBar, PagePanel, write_timeline_page
+from ..pages.page import PageBar, PagePanel, write_timeline_page
 from ..planning.text import ranks_text
-from ._records import Made, Record, read_records
+from ._records import Found, Made, Record, find, ranks_of, read_records
 from ._values import named, output_file
-from ._waits import Found, find, ranks_of
 
 _SHOWN = 32  # ranks that get lines of their own
 _DRAWN = 100  # calls of each rank on the page

@@ -13,7 +13,7 @@ from ..base.checks import read_json
 from ..base.progress import Progress, track
 from ..errors import LayoutError
 from ..layout import Layout
-from ..pages.plan_page import write_plan_page
+from ..pages.page import write_plan_page
 from ..planning.plan import BALANCES, STRATEGIES, Plan, plan
 from ..planning.text import time_text
 from ..topology import Topology

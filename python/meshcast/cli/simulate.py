@@ -10,8 +10,8 @@ from typing import Any
 from ..base import checks
 from ..base.progress import Progress, track
 from ..errors import LayoutError
+from ..pages.page import write_timeline_page
 from ..pages.schedule_panels import panel_of_report
-from ..pages.timeline_page import write_timeline_page
 from ..pipelining.orders import SCHEDULES
 from ..pipelining.simulate import SimulationReport, simulate
 from ..pipelining.trace import draw_panels, format_timeline, panel_of

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ..base.progress import Progress, track
 from ..errors import LayoutError
+from ..pages.page import write_timeline_page
 from ..pages.schedule_panels import panel_of_events
-from ..pages.timeline_page import write_timeline_page
 from ..pipelining.trace import Panel, bar_of, draw_panels, exposed_seconds, jobs_of_trace, read_trace
-from ._one_job import check_one_job
+from ._records import check_one_job
 from ._values import PICTURES, named, output_file
 
 

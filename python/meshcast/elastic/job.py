@@ -27,9 +27,8 @@ from ..layout import Layout
 from ..pipelining.action import ScheduleError
 from ..resharding.state_entries import local_of
 from . import rendezvous as meet
-from .leaving import abort_groups, leave_groups
 from .places import Old, Place
-from .remesh import remesh
+from .remesh import abort_groups, leave_groups, remesh
 from .rendezvous import Watch
 from .replicas import Generations
 

@@ -28,7 +28,6 @@ from ..groups.parent import parent_group, seconds
 from ..layout import Box, Layout
 from ..resharding.meshes import Gone
 from ..resharding.state_arguments import Given, checked_call
-from ..resharding.state_background import started
 from ..resharding.state_batches import Known
 from ..resharding.state_entries import OP as MOVE
 from ..resharding.state_entries import (
@@ -43,7 +42,7 @@ from ..resharding.state_entries import (
 )
 from ..resharding.state_moves import Origin, Said
 from ..resharding.state_resharder import Repeated, likeness
-from ..resharding.state_run import Conversation, Memory, Prepared, ReshardedState, conversation
+from ..resharding.state_run import Conversation, Memory, Prepared, ReshardedState, conversation, started
 from ..resharding.weight_side import Current, State
 from ..transfers.handle import Handle
 from ..transfers.transfer import Call

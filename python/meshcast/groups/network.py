@@ -1,22 +1,246 @@
-"""The network over which the hosts of a private group exchange messages: UCX, or gloo."""
+"""The network over which the hosts of a private group exchange messages: UCX, or gloo.
+
+The network interfaces that private groups use: one gloo context for each, and messages that take them in
+turns, so that any rank can send through all of them at once.
+
+`MESHCAST_IFNAMES=eth0,eth1` names them, on all hosts equally many of about the same speed: the first one of a
+host talks to the first ones of the others, and so on. Without it there is one, chosen by gloo
+(`GLOO_SOCKET_IFNAME`).
+"""
 
 from __future__ import annotations
 
+import ctypes.util
+import fcntl
 import hashlib
+import importlib.util
 import json
+import os
+import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from .. import _C
 from ..base import settings
 from ..base.observe import log
-from ..errors import LayoutError, MeshcastError
-from .rails import connect
-from .shortage import shortage
-from .ucx import plane
+from ..errors import DeadlineExceededError, LayoutError, MeshcastError, PeerLostError
+from .store import as_shortage, first_line, shortage
 
-__all__ = ["Network"]
+if TYPE_CHECKING:
+    from ..topology import Topology
+
+__all__ = [
+    "Network",
+    "agreed_count",
+    "connect",
+    "device_names",
+    "first_rails",
+    "interfaces",
+    "library",
+    "plane",
+    "rdma_devices",
+]
+
+
+_KEY = re.compile(r"gloo\d+/(?:[^/\s]+/)?(\d+)")
+
+
+def interfaces() -> tuple[tuple[str, ...], str]:
+    """The names, () for gloo's choice, and what this rank tells the others: their number, or why they are
+    wrong here."""
+    names = settings.IFNAMES.names()
+    if problem := settings.IFNAMES.problem():
+        return (), problem
+    return names, str(len(names) or 1)
+
+
+def agreed_count(told: Mapping[int, str], rank: int) -> int:
+    """Interfaces of every host, from what the ranks told: {rank: text of interfaces()}. Raises
+    LayoutError, alike on every rank, where a name is wrong or hosts have unlike numbers."""
+    for other, text in sorted(told.items()):
+        if not text.isdigit():
+            raise LayoutError(f"rank {other}: {text}", rank=rank, peer=other, op="connect", phase="connect")
+    if len(set(told.values())) > 1:
+        raise LayoutError(
+            f"{settings.IFNAMES.name} must name equally many interfaces on every rank; found "
+            + ", ".join(f"{count} on rank {other}" for other, count in sorted(told.items())),
+            rank=rank,
+            op="connect",
+            phase="connect",
+        )
+    return int(next(iter(told.values())))
+
+
+def first_rails(ranks: Sequence[int], topology: Topology, count: int) -> list[int]:
+    """The interface of each rank's first message to any other, by its position among the ranks of its host;
+    the next message takes the next one."""
+    rails = {rank: at % count for host in topology.hosts for at, rank in enumerate(host.ranks)}
+    return [rails[rank] for rank in ranks]
+
+
+def connect(
+    store: Any, ranks: Sequence[int], rank: int, names: Sequence[str], deadline: float, timeout: float
+) -> list[dist.ProcessGroupGloo]:
+    """One gloo context of `ranks` for each interface, or one by gloo's choice. Blocks; `deadline` is by
+    time.monotonic(), `timeout` (seconds) is what operations get later. Raises DeadlineExceededError or
+    PeerLostError."""
+    rails = []
+    for index, name in enumerate(names or ("",)):
+        left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+        how: Any = left
+        if name:
+            gloo: Any = dist.ProcessGroupGloo
+            how = gloo._Options()
+            how._timeout, how._threads = left, 2
+            how._devices = [gloo.create_device(interface=name)]
+        # Connecting waits in the store, and a wait locks out every other user of its connection: two
+        # groups that connect at once over one connection could wait for each other for ever.
+        try:
+            rail = dist.ProcessGroupGloo(
+                dist.PrefixStore(f"gloo{index}", store.clone()), ranks.index(rank), len(ranks), how
+            )
+        except Exception as error:
+            raise _failed(error, ranks, rank, deadline) from error
+        rail._set_default_timeout(timedelta(seconds=timeout))
+        rails.append(rail)
+    return rails
+
+
+def _failed(error: Exception, ranks: Sequence[int], rank: int, deadline: float) -> MeshcastError:
+    """For what gloo raises while it connects: it names a peer by the key under which that was to post its
+    address, "gloo0/0/2" for the third rank."""
+    short = as_shortage(error, rank=rank, op="connect", phase="connect")
+    if short is not None:
+        return short
+    named = _KEY.search(str(error))
+    position = int(named[1]) if named else len(ranks)
+    peer = ranks[position] if position < len(ranks) else None
+    late = time.monotonic() >= deadline
+    whom = "the others" if peer is None else f"rank {peer}"
+    why = "within the limit; it is dead, stuck or unreachable" if late else f": {first_line(error)}"
+    kind = DeadlineExceededError if late else PeerLostError
+    return kind(
+        f"rank {rank}: connecting with {whom} of ranks {list(ranks)} over gloo failed {why}",
+        rank=rank,
+        peer=peer,
+        op="connect",
+        phase="connect",
+    )
+
+
+_RDMA = Path("/sys/class/infiniband")
+_NET = Path("/sys/class/net")
+_SONAME = "libucp.so.0"
+_environment = threading.Lock()  # private groups load the library in threads of their own
+_SIOCGIFFLAGS, _IFF_UP, _IFF_LOOPBACK = 0x8913, 1, 8  # of linux/sockios.h and linux/if.h
+
+
+def _wheel() -> str | None:
+    """Path of the library that the package libucx brings."""
+    spec = importlib.util.find_spec("libucx")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(folder) / "lib" / _SONAME
+        if path.is_file():
+            return str(path)
+    return None
+
+
+def _system() -> str | None:
+    return _SONAME if ctypes.util.find_library("ucp") else None
+
+
+def rdma_devices() -> list[str]:
+    """The RDMA devices of this host, as the operating system names them."""
+    return sorted(entry.name for entry in _RDMA.iterdir()) if _RDMA.is_dir() else []
+
+
+def library() -> str:
+    """Path or name of the UCX to load, by `MESHCAST_UCX`. Raises MeshcastError where there is none.
+
+    The wheel has no InfiniBand transport; a distribution's UCX has. So a machine with RDMA devices takes that
+    of the system, and any other the wheel, which is newer.
+    """
+    choice = settings.UCX.text()
+    if choice == "wheel":
+        found = _wheel()
+    elif choice == "system":
+        found = _system()
+    elif choice != "auto":
+        found = choice if Path(choice).is_file() else None
+    elif rdma_devices():
+        found = _system() or _wheel()
+    else:
+        found = _wheel() or _system()
+    if found is None:
+        raise MeshcastError(
+            f"{settings.UCX.name} is {choice!r}, but there is no such UCX; install libucx-cu12 or the "
+            f"system's libucx0, or set {settings.TRANSPORT.name}=gloo",
+            op="connect",
+            phase="connect",
+        )
+    return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """UCX reads these while it is loaded: it would catch signals of the program, patch libc's mmap (which
+    nothing but RDMA needs), and write to stderr what the errors say anyway. What the user has set stays."""
+    wanted = {"UCX_DEBUG_SIGNO": "0", "UCX_LOG_LEVEL": "fatal"}
+    if not rdma_devices():
+        wanted["UCX_MEM_EVENTS"] = "n"
+    with _environment:
+        added = {name: value for name, value in wanted.items() if name not in os.environ}
+        os.environ.update(added)
+        try:
+            yield
+        finally:
+            for name in added:
+                del os.environ[name]
+
+
+def _flags(name: str) -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack("256s", name.encode()[:15]))
+    return int(struct.unpack_from("H", answer, 16)[0])
+
+
+def _may_reach_hosts(name: str) -> bool:
+    """Returns whether an interface is up and neither a loopback nor a bridge, as containers have: UCX takes
+    bridges of two hosts that have the same addresses for one network."""
+    flags = _flags(name)
+    return bool(flags & _IFF_UP) and not flags & _IFF_LOOPBACK and not (_NET / name / "bridge").exists()
+
+
+def device_names() -> str:
+    """The devices among which UCX chooses, "" for all; `UCX_NET_DEVICES` says otherwise."""
+    if rdma_devices() or "UCX_NET_DEVICES" in os.environ:
+        return ""
+    named = os.environ.get("GLOO_SOCKET_IFNAME")
+    if named:
+        return named
+    return ",".join(name for _, name in socket.if_nameindex() if _may_reach_hosts(name)) or "lo"
+
+
+def plane(devices: Sequence[str], timeout: float) -> _C.UcxPlane:
+    """The plane of this process; the first call makes it. devices: one for each rail, () for UCX's choice.
+    timeout: seconds within which a peer that the network has lost is noticed. Raises MeshcastError."""
+    if not hasattr(_C, "UcxPlane"):
+        raise MeshcastError(
+            "this copy of meshcast was built without the headers of UCX", op="connect", phase="connect"
+        )
+    with _quiet():
+        return _C.UcxPlane(library(), list(devices) or [device_names()], timeout, bool(rdma_devices()))
+
 
 _told: set[str] = set()
 

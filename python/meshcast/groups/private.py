@@ -2,23 +2,154 @@
 
 The life of their calls is decided in C++ (csrc/core/group/group.h): which call comes next, when it begins, in
 which life of the group, and how it fails.
+
+The machine below a private group: its store, its network and its shared memory, brought up for each of its
+lives. How the ranks meet is decided in C++ (csrc/core/group/meeting.h).
+
+Ranks of one host use shared memory: `MESHCAST_SHM=0` turns it off, `MESHCAST_SHM_MB` bounds what one process
+maps for all its groups (64 MiB).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from .. import _C
-from ..base import forks
+from ..base import forks, settings
+from ..base.host import host_identity
+from ..base.observe import log
 from ..errors import MeshcastError
 from ..topology import Topology
-from .meeting import Connector
+from .network import Network, agreed_count, first_rails, interfaces
+from .store import Shortage, as_shortage, few_descriptors
 
-__all__ = ["PrivateGroup"]
+__all__ = ["Connector", "PrivateGroup"]
+
+
+Lost = Callable[[], "tuple[int, str] | None"]  # a rank of the group that has gone, and why
+
+_warned: set[str] = set()  # reasons told so far: one warning for each
+
+
+class Connector:
+    """The machine as a group needs it. Called from its control thread.
+
+    Attributes:
+        topology: of the ranks; None before they have met.
+        interfaces: of each host.
+        conversation: of this life of the group; None before its ranks have met.
+        control: the store of its core, likewise.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        name: str,
+        timeout: float,
+        store: Callable[[], dist.Store],
+    ) -> None:
+        self.ranks, self.rank, self.name, self.timeout = tuple(ranks), rank, name, timeout
+        self.topology: Topology | None = None
+        self.interfaces = 1
+        self.conversation: _C.Conversation | None = None
+        self.control: Any = None
+        self._open_store = store
+
+    def store(self) -> dist.Store:
+        return self._open_store()
+
+    def join(self, prefix: str) -> _Joining:
+        """Returns this rank's way into the life whose keys have this prefix."""
+        return _Joining(self, dist.PrefixStore(prefix, self._open_store()))
+
+    def shortage(self, text: str) -> MeshcastError | None:
+        """Returns the error to raise where a failure with this text comes of a shortage."""
+        return as_shortage(RuntimeError(text), **self.where())
+
+    def where(self) -> dict[str, Any]:
+        return {"rank": self.rank, "op": "connect", "phase": "connect"}
+
+
+class _Joining:
+    """One rank's way into one life of a group. Raises Shortage where this process has run out of
+    something."""
+
+    def __init__(self, connector: Connector, store: Any) -> None:
+        self._of, self._store = connector, store
+        where = connector.where()
+        try:
+            if few := few_descriptors():
+                raise MeshcastError(few, **where)
+            self._threads = _C.WorkThread()  # kept by the core as well
+            self._memory = _host_memory(len(connector.ranks))
+            names, self._told = interfaces()
+            self._network = Network(names, connector.timeout)
+        except Exception as error:
+            short = as_shortage(error, **where)
+            if short is None:
+                raise
+            raise Shortage(short) from error
+
+    def offer(self) -> str:
+        return json.dumps([host_identity(), self._memory.offer, self._told, self._network.offer()])
+
+    def watch(self, offer: str) -> Callable[[], str] | None:
+        return self._network.watch(json.loads(offer)[3])
+
+    def connect(self, offers: dict[int, str], deadline: float, lost: Lost) -> _C.GroupCore:
+        """Blocks to `deadline`, by time.monotonic()."""
+        of = self._of
+        ranks, rank = of.ranks, of.rank
+        members: dict[int, list[Any]] = {other: json.loads(text) for other, text in offers.items()}
+        hosts: dict[int, str] = {other: member[0] for other, member in members.items()}
+        count = agreed_count({other: member[2] for other, member in members.items()}, rank)
+        topology = Topology.from_hosts(hosts, nics_per_host=count)
+        of_host = {other: member[1] for other, member in members.items() if member[0] == hosts[rank]}
+        conversation = _C.Conversation(self._store, rank, len(ranks))
+        self._memory.meet(conversation, list(ranks), of_host, deadline, lost)
+        transport = self._network.transport(
+            {other: members[other][3] for other in ranks},
+            first_rails(ranks, topology, count),
+            rank,
+            self._store,
+            deadline,
+        )
+        log.info("rank %d: connected with ranks %s", rank, of.name)
+        self._memory.settle(conversation, deadline, lost)
+        _warn_of(self._memory, sorted(of_host))
+        of.control = dist.PrefixStore("control", self._store)
+        core = _C.GroupCore(transport, of.control, list(ranks), rank, of.name, self._memory)
+        of.topology, of.interfaces = topology, count
+        of.conversation = _C.Conversation(dist.PrefixStore("board", self._store), rank, len(ranks))
+        return core
+
+
+def _host_memory(ranks: int) -> _C.HostMemory:
+    """ranks: of the private group."""
+    if settings.SHM.choice() == "0":
+        return _C.HostMemory(ranks, f"{settings.SHM.name} is 0")
+    _C.HostMemory.set_budget(settings.SHM_MB.integer() << 20)
+    return _C.HostMemory(ranks, "")
+
+
+def _warn_of(memory: _C.HostMemory, ranks: Sequence[int]) -> None:
+    if memory.obstacle and memory.obstacle not in _warned:
+        _warned.add(memory.obstacle)
+        warnings.warn(
+            f"meshcast: ranks {list(ranks)} share a host but exchange data over the network, since "
+            f"shared memory cannot be used: {memory.obstacle}. Set {settings.SHM.name}=0 on all of them if "
+            "this is wanted.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
 
 NO_LANE = -1  # of prepare(), which is counted in none
 

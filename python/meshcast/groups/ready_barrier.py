@@ -20,8 +20,7 @@ import torch.distributed as dist
 from .. import _C, errors
 from ..base.observe import Flight, Members, Site
 from ..errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError
-from .network import Network
-from .rails import interfaces
+from .network import Network, interfaces
 from .store import store_of_life
 
 __all__ = ["Late", "ReadyBarrier"]

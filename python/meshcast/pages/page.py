@@ -1,17 +1,29 @@
-"""Puts a page together of the files that lie beside this one, and the data."""
+"""Pages: a plan, or timelines, as one HTML file that needs nothing else."""
 
 from __future__ import annotations
 
 import html
 import json
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..base import checks
+from ..base.checks import dtype_name
 from ..errors import LayoutError
+from ..planning.plan import Plan
+from ..planning.text import ranks_text, size_text
 
-__all__ = ["write_page"]
+__all__ = [
+    "PageBar",
+    "PagePanel",
+    "critical_path",
+    "write_page",
+    "write_plan_page",
+    "write_timeline_page",
+]
+
 
 _SUFFIXES = (".html", ".htm")
 
@@ -34,3 +46,123 @@ def write_page(path: str | Path, title: str, script: str, data: dict[str, Any]) 
 
 def _file(name: str) -> str:
     return (resources.files(__package__) / name).read_text(encoding="utf-8")
+
+
+_MOST_HOPS = 1_000_000  # a page of that many has 60 MB
+_NAMED_TASKS = 1000
+
+
+def write_plan_page(plan: Plan, path: str | Path) -> None:
+    """Writes the page. Raises LayoutError for a plan of more than a million hops, and as `write_page`."""
+    if len(plan) > _MOST_HOPS:
+        raise LayoutError(
+            f"{len(plan)} hops are too many to draw, the limit is {_MOST_HOPS}; plan with larger chunks "
+            "(--chunk-bytes)"
+        )
+    write_page(path, f"Plan: {_moved(plan)}", "plan", _data(plan))
+
+
+def _data(plan: Plan) -> dict[str, Any]:
+    core = plan._core
+
+    def column(name: str) -> list[int]:
+        return memoryview(core.column(name)).tolist()
+
+    chunk, begin, task_of = column("hop_chunk"), column("chunk_begin"), column("piece_task")
+    size = max(plan.ranks, default=0) + 1
+    host_of, nic_of = [0] * size, [0] * size
+    hosts: list[dict[str, Any]] = []
+    for host in plan.hosts:
+        used = [rank for rank in host.ranks if rank in plan._rank_traffic]
+        if not used:
+            continue
+        for position, rank in enumerate(host.ranks):
+            if rank < size:
+                host_of[rank], nic_of[rank] = len(hosts), position % len(host.nics)
+        nics = [[nic.out_rate, nic.in_rate] for nic in host.nics]
+        hosts.append({"ranks": used, "nics": nics, "local": host.local_rate})
+    return {
+        "what": _moved(plan),
+        "strategy": plan.strategy,
+        "makespan": core.makespan_ns,
+        "bound": core.lower_bound_ns,
+        "hosts": hosts,
+        "host_of": host_of,
+        "nic_of": nic_of,
+        "tasks": [
+            f"{size_text(task.nbytes)}, {ranks_text(task.holders)} \N{RIGHTWARDS ARROW} "
+            f"{ranks_text(task.receivers)}"
+            for task, _ in zip(plan.tasks, range(_NAMED_TASKS), strict=False)
+        ],
+        "hops": {
+            "src": column("hop_src"),
+            "dst": column("hop_dst"),
+            "start": column("start_ns"),
+            "finish": column("finish_ns"),
+            "chunk": chunk,
+            "task": [task_of[begin[each]] for each in chunk],
+        },
+        "chunk_bytes": column("chunk_nbytes"),
+    }
+
+
+def _moved(plan: Plan) -> str:
+    first = plan.problems[0]
+    text = f"{'x'.join(map(str, first.shape)) or 'scalar'} {dtype_name(first.dtype)}"
+    return text if len(plan.problems) == 1 else f"{len(plan.problems)} tensors, the first {text}"
+
+
+_MOST_BARS = 400_000  # a page of that many has 20 MB
+
+
+class PageBar(NamedTuple):
+    """A bar: what a row does in a span of time. kind: F, B, I, W, SEND_F, SEND_B, wait, or the state of a
+    call; label: in the bar, where there is room; text: all of it; tone: 0, or more for further stages of a
+    rank."""
+
+    row: int
+    kind: str
+    start: float
+    end: float
+    label: str
+    text: str
+    tone: int = 0
+
+
+class PagePanel(NamedTuple):
+    """One timeline. facts: rows of a table of figures; critical: positions of the bars that the end waited
+    for."""
+
+    title: str
+    unit: str
+    rows: Sequence[str]
+    bars: Sequence[PageBar]
+    makespan: float
+    facts: Sequence[tuple[str, str]] = ()
+    critical: Sequence[int] = ()
+
+
+def write_timeline_page(panels: Sequence[PagePanel], title: str, path: str | Path, text: str = "") -> None:
+    """Writes the page; two panels are seen at a time. text: stands above them. Raises LayoutError for more
+    bars than can be drawn, and as `write_page`."""
+    bars = sum(len(panel.bars) for panel in panels)
+    if bars > _MOST_BARS:
+        raise LayoutError(f"{bars} bars are too many to draw, the limit is {_MOST_BARS}")
+    write_page(path, title, "timeline", {"text": text, "panels": [panel._asdict() for panel in panels]})
+
+
+def critical_path(
+    starts: Sequence[float], ends: Sequence[float], needs: Sequence[Sequence[int]]
+) -> list[int]:
+    """Positions of spans, from the last end back: of those that a span needs, the one that ended last.
+
+    needs: for each span, positions of those that it may have waited for.
+    """
+    if not ends:
+        return []
+    at = max(range(len(ends)), key=lambda index: ends[index])
+    path = [at]
+    while before := [index for index in needs[at] if ends[index] <= starts[at] + 1e-9 * abs(starts[at])]:
+        at = max(before, key=lambda index: ends[index])
+        path.append(at)
+    return path[::-1]

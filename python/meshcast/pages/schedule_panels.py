@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..pipelining.action import Action, ActionKind
 from ..pipelining.simulate import SimulationReport
 from ..pipelining.trace import Event
-from .timeline_page import PageBar, PagePanel, critical_path
+from .page import PageBar, PagePanel, critical_path
 
 __all__ = ["panel_of_events", "panel_of_report"]
 

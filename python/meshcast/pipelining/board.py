@@ -20,8 +20,7 @@ from meshcast import _C
 from meshcast.base import forks
 from meshcast.base.observe import Flight, Members
 from meshcast.errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError, typed
-from meshcast.groups.network import Network
-from meshcast.groups.rails import interfaces
+from meshcast.groups.network import Network, interfaces
 from meshcast.groups.store import StoreConnection, store_of_life, within
 from meshcast.planning.text import ranks_text
 

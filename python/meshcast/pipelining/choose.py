@@ -16,13 +16,12 @@ from ..errors import AbortedError, LayoutError
 from ..groups.parent import parent_group, seconds
 from .action import Link, ScheduleError, chain
 from .board import PipelineBoard, refusals_told
-from .candidates import Candidate, Times, best_of, candidates, counts_to_try
+from .candidates import Candidate, Measured, Times, as_before, best_of, candidates, counts_to_try, measured
 from .classes import CLASSES, PipelineScheduleMulti
 from .edge import links_of
 from .microbatch import Pieces, cut
 from .schedule import PipelineSchedule
 from .stage import PipelineStage, check_kinds, current, group_of
-from .trial import Measured, as_before, measured
 
 __all__ = ["Batch", "Choice", "choose", "listed_stages", "search"]
 

@@ -28,14 +28,13 @@ from ..base.checks import shown, typed_arguments
 from ..errors import LayoutError
 from ..topology import Topology
 from .action import Link, ScheduleError
-from .candidates import Candidate, best_of
+from .candidates import Candidate, best_of, kept_bytes
 from .classes import CLASSES
 from .orders import spec_of
 from .partition_search import Cut, Evaluator, Job, Layer, Value, even, search, uses_of
 from .schedule import PipelineSchedule
 from .simulate import SimulationReport
 from .stage import PipelineStage
-from .trial import kept_bytes
 
 __all__ = ["Layer", "Partition", "Value", "measured_layers", "partition"]
 

@@ -1,12 +1,17 @@
 """Plans: what travels between which ranks, in which order, how long it should take, and how much longer than
-the least possible."""
+the least possible.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import torch
 
@@ -14,11 +19,8 @@ from .. import _C
 from ..base import checks
 from ..base.checks import typed_arguments
 from ..errors import LayoutError
-from ..layout import Layout
+from ..layout import Box, Layout
 from ..topology import DEFAULT, Host, Nic, Topology
-from . import cache, views
-from .cache import PlanCacheInfo, plan_cache_clear, plan_cache_info
-from .views import LocalCopy, Task, Transfer
 
 __all__ = [
     "LocalCopy",
@@ -32,6 +34,221 @@ __all__ = [
     "plan_cache_info",
     "plan_many",
 ]
+
+
+T = TypeVar("T")
+
+
+class Task(NamedTuple):
+    """The unit of communication (paper, section 3): one box, the ranks that hold it, and those that need it
+    and do not hold it."""
+
+    box: Box
+    holders: tuple[int, ...]
+    receivers: tuple[int, ...]
+    nbytes: int
+    tensor: int = 0
+    """Position of the tensor in `plan_many`."""
+    reduce: str | None = None
+    """With a Partial source: how the values of the holders combine. The receivers are then all ranks that
+    need the box."""
+    contribution: tuple[int, ...] = ()
+    """With a Partial source: which partial value each holder has; replicas of one value share a number."""
+
+
+class LocalCopy(NamedTuple):
+    """A box that a rank both holds and needs: copied inside the rank, never sent."""
+
+    rank: int
+    box: Box
+    tensor: int = 0
+
+
+class Transfer(NamedTuple):
+    """One hop: `box` travels from rank `src` to rank `dst` once all transfers in `after` are done.
+
+    With `reduce`, dst combines what arrives with the value it carries, which starts as its own partial value;
+    after the transfer marked `last_reduce` that value is complete ("avg" divides it there). `task` is the
+    position in `plan.tasks`, `start` and `finish` are seconds of the simulated timeline. Transfers of one
+    message share them.
+    """
+
+    id: int
+    src: int
+    dst: int
+    box: Box
+    nbytes: int
+    after: tuple[int, ...]
+    reduce: str | None
+    last_reduce: bool
+    tensor: int
+    task: int
+    start: float
+    finish: float
+
+
+class LazySequence(Sequence[T], Generic[T]):
+    """A sequence whose items are made when they are asked for."""
+
+    __slots__ = ("_item", "_length")
+
+    def __init__(self, length: int, item: Callable[[int], T]) -> None:
+        self._length = length
+        self._item = item
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        if isinstance(index, slice):
+            picked = range(self._length)[index]
+            return LazySequence(len(picked), lambda i: self._item(picked[i]))
+        try:
+            position = range(self._length)[index]
+        except IndexError:
+            raise IndexError(f"index {index} of a sequence of {self._length}") from None
+        return self._item(position)
+
+    def __repr__(self) -> str:
+        head = ", ".join(map(repr, self[:3]))
+        return f"[{head}]" if self._length <= 3 else f"[{head}, ... {self._length} items]"
+
+
+def tasks(core: _C.Plan) -> Sequence[Task]:
+    """The tasks of a plan."""
+
+    def task(index: int) -> Task:
+        tensor, box, nbytes, holders, receivers, reduce, contribution = core.task(index)
+        return Task(box, holders, receivers, nbytes, tensor, reduce, contribution)
+
+    return LazySequence(core.num_tasks, task)
+
+
+def local_copies(core: _C.Plan) -> Sequence[LocalCopy]:
+    """The local copies of a plan."""
+
+    def local_copy(index: int) -> LocalCopy:
+        rank, tensor, box = core.local_copy(index)
+        return LocalCopy(rank, box, tensor)
+
+    return LazySequence(core.num_local_copies, local_copy)
+
+
+def transfers(core: _C.Plan) -> Sequence[Transfer]:
+    """The hops of a plan, one transfer per box.
+
+    A message of several boxes (small ones with the same holders and receivers travel together) becomes as
+    many transfers in a row; along a chain the pieces of a message keep their order, so piece k waits for
+    piece k of the message before.
+    """
+    first = memoryview(core.column("chunk_begin"))
+    end = memoryview(core.column("chunk_end"))
+    if core.num_pieces == core.num_chunks:  # the usual case: every message is one box
+        return LazySequence(core.num_hops, lambda index: _transfer(core, index, index, 0, lambda hop: hop))
+    starts = [0, *accumulate(end[chunk] - first[chunk] for chunk in memoryview(core.column("hop_chunk")))]
+
+    def transfer(index: int) -> Transfer:
+        hop = bisect_right(starts, index) - 1
+        return _transfer(core, index, hop, index - starts[hop], starts.__getitem__)
+
+    return LazySequence(starts[-1], transfer)
+
+
+def _transfer(core: _C.Plan, index: int, hop: int, piece: int, start_of: Callable[[int], int]) -> Transfer:
+    src, dst, first, after, reduce, last_reduce, start_ns, finish_ns = core.hop(hop)
+    tensor, task, box, nbytes = core.piece(first + piece)
+    waits = () if after < 0 else (start_of(after) + piece,)
+    return Transfer(
+        index,
+        src,
+        dst,
+        box,
+        nbytes,
+        waits,
+        reduce,
+        last_reduce,
+        tensor,
+        task,
+        start_ns / 1e9,
+        finish_ns / 1e9,
+    )
+
+
+MAX_PLANS = 512
+MAX_HOPS = 4_000_000  # of all cached plans together; a hop takes about 36 bytes
+
+
+class PlanCacheInfo(NamedTuple):
+    """Counts since the start or the last `plan_cache_clear`, as `functools.lru_cache` names them, and the
+    cached hops."""
+
+    hits: int
+    misses: int
+    maxsize: int
+    currsize: int
+    hops: int
+
+
+_lock = threading.Lock()
+_plans: OrderedDict[Hashable, Any] = OrderedDict()
+_hits = 0
+_misses = 0
+_hops = 0
+
+
+def lookup(key: Hashable) -> Any:
+    """The plan made for `key`; None if it is not cached any more."""
+    global _hits, _misses
+    with _lock:
+        plan = _plans.get(key)
+        if plan is None:
+            _misses += 1
+        else:
+            _hits += 1
+            _plans.move_to_end(key)
+        return plan
+
+
+def insert(key: Hashable, plan: Any) -> Any:
+    """Caches `plan`. Where two threads planned the same, both get the one that came first."""
+    global _hops
+    dropped: list[Any] = []  # freed after the lock is released
+    with _lock:
+        plan = _plans.setdefault(key, plan)
+        _plans.move_to_end(key)
+        _hops = sum(len(p) for p in _plans.values())
+        while len(_plans) > 1 and (len(_plans) > MAX_PLANS or _hops > MAX_HOPS):
+            _, oldest = _plans.popitem(last=False)
+            _hops -= len(oldest)
+            dropped.append(oldest)
+    return plan
+
+
+def plan_cache_info() -> PlanCacheInfo:
+    """Hits, misses and size of the plan cache of this process.
+
+    Example::
+
+        meshcast.plan_cache_clear()
+        rows, columns = meshcast.Layout([0, 1], [Shard(0)]), meshcast.Layout([2, 3], [Shard(1)])
+        first, again = (meshcast.plan((8, 8), "float32", rows, columns) for _ in range(2))
+        assert first is again and meshcast.plan_cache_info()[:2] == (1, 1)  # hits, misses
+    """
+    with _lock:
+        return PlanCacheInfo(_hits, _misses, MAX_PLANS, len(_plans), _hops)
+
+
+def plan_cache_clear() -> None:
+    """Empties the plan cache and sets its counts to zero. Plans in use stay valid."""
+    global _hits, _misses, _hops
+    with _lock:
+        _plans.clear()
+        _hits = _misses = _hops = 0
+
 
 STRATEGIES, BALANCES = _C.STRATEGIES, _C.BALANCES
 
@@ -128,7 +345,7 @@ class Plan:
     @cached_property
     def tasks(self) -> Sequence[Task]:
         """The unit communication tasks."""
-        return views.tasks(self._core)
+        return tasks(self._core)
 
     @cached_property
     def transfers(self) -> Sequence[Transfer]:
@@ -137,12 +354,12 @@ class Plan:
         Executed in any order that respects `after`, over exact copies of the source shards, they and the
         local copies fill every destination shard and write every element once (reducing transfers aside).
         """
-        return views.transfers(self._core)
+        return transfers(self._core)
 
     @cached_property
     def local_copies(self) -> Sequence[LocalCopy]:
         """Boxes that a rank both holds and needs."""
-        return views.local_copies(self._core)
+        return local_copies(self._core)
 
     def __len__(self) -> int:
         """Number of messages."""
@@ -287,7 +504,7 @@ def plan(
         shape = checks.listed("shape", shape)
     try:
         key = (((shape, dtype, src, dst),), topology, Options(strategy, balance, chunk_bytes, seed))
-        found = cache.lookup(key)
+        found = lookup(key)
     except TypeError:  # something that cannot be hashed, hence is not allowed: _make says what
         found = None
     return found or _make([(shape, dtype, src, dst)], topology, strategy, balance, chunk_bytes, seed)
@@ -330,7 +547,7 @@ def plan_many(
         topology = DEFAULT
     try:
         problem_keys = tuple((s, checks.dtype(d), a, b) for s, d, a, b in listed)
-        found = cache.lookup((problem_keys, topology, Options(strategy, balance, chunk_bytes, seed)))
+        found = lookup((problem_keys, topology, Options(strategy, balance, chunk_bytes, seed)))
     except (TypeError, ValueError):
         found = None
     return found or _make(listed, topology, strategy, balance, chunk_bytes, seed)
@@ -353,7 +570,7 @@ def _make(
         None if chunk_bytes is None else checks.integer("chunk_bytes", chunk_bytes, 1, checks.MAX_INT64),
         checks.integer("seed", seed, 0, (1 << 64) - 1),
     )
-    return cache.insert((checked, topology, options), Plan(checked, topology, options))
+    return insert((checked, topology, options), Plan(checked, topology, options))
 
 
 def _checked_problem(index: int, problem: Any) -> Problem:

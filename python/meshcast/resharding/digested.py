@@ -19,10 +19,9 @@ from ..transfers.transfer import Call
 from .compiled import Request, compile_move, destination_of, source_of
 from .meshes import slices_called
 from .state_arguments import Given
-from .state_background import started
 from .state_batches import Known
 from .state_entries import OP
-from .state_run import Conversation, Prepared, ReshardedState, conversation
+from .state_run import Conversation, Prepared, ReshardedState, conversation, started
 
 __all__ = ["Digested"]
 

@@ -18,9 +18,8 @@ from ..layout import Layout
 from ..transfers.handle import Handle
 from .meshes import check_lost, lost_ranks
 from .state_arguments import Given
-from .state_background import started
 from .state_entries import OP
-from .state_run import Prepared, ReshardedState, conversation
+from .state_run import Prepared, ReshardedState, conversation, started
 from .tensor_map import TensorMap
 
 if TYPE_CHECKING:

@@ -18,11 +18,10 @@ from ..groups.parent import parent_group, seconds
 from ..transfers.handle import Handle
 from ..transfers.transfer import Call
 from .state_arguments import Given, StateCall
-from .state_background import started
 from .state_batches import Batch, Known
 from .state_dict import StateOptions, Where
 from .state_entries import carried, is_carried, local_of, same_memory
-from .state_run import Conversation, Memory, Prepared, ReshardedState, conversation
+from .state_run import Conversation, Memory, Prepared, ReshardedState, conversation, started
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -26,14 +26,12 @@ from ..base.observe import call_site, log
 from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
 from ..groups.parent import ParentGroup
 from ..groups.ready_barrier import Late, ReadyBarrier
-from ..groups.shortage import no_thread
-from ..groups.store import first_line, store_failed, within
+from ..groups.store import first_line, no_thread, store_failed, within
 from .state_arguments import Given
-from .state_background import behind, own_stream
 from .state_batches import Batch
 from .state_entries import OP
 from .state_resharder import Repeated
-from .state_run import Conversation, Memory, Prepared, ReshardedState
+from .state_run import Conversation, Memory, Prepared, ReshardedState, behind, own_stream
 
 __all__ = [
     "Buffer",

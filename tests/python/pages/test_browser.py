@@ -15,9 +15,8 @@ from pathlib import Path
 import meshcast
 import pytest
 from meshcast import Layout, Plan, Topology
-from meshcast.pages.plan_page import write_plan_page
+from meshcast.pages.page import write_plan_page, write_timeline_page
 from meshcast.pages.schedule_panels import panel_of_report
-from meshcast.pages.timeline_page import write_timeline_page
 from meshcast.pipelining import simulate
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

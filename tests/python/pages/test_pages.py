@@ -16,10 +16,8 @@ import pytest
 from meshcast import Layout, Topology
 from meshcast.cli import main
 from meshcast.errors import LayoutError
-from meshcast.pages.page import write_page
-from meshcast.pages.plan_page import write_plan_page
+from meshcast.pages.page import critical_path, write_page, write_plan_page, write_timeline_page
 from meshcast.pages.schedule_panels import panel_of_report
-from meshcast.pages.timeline_page import critical_path, write_timeline_page
 from meshcast.pipelining import simulate
 
 PLAN = ["plan", "--shape", "64,64,8", "--dtype", "int32", "--src", "2x4:S0RR", "--dst", "3x4@8:S0RR"]
@@ -152,10 +150,10 @@ def test_what_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     plan = meshcast.plan(
         (64, 8), "int32", Layout.parse("2:S0R"), Layout.parse("4@2:S0R"), Topology.uniform(2, 10)
     )
-    monkeypatch.setattr("meshcast.pages.plan_page._MOST_HOPS", len(plan) - 1)
+    monkeypatch.setattr("meshcast.pages.page._MOST_HOPS", len(plan) - 1)
     with pytest.raises(LayoutError, match=f"{len(plan)} hops are too many to draw.*--chunk-bytes"):
         write_plan_page(plan, tmp_path / "plan.html")
-    monkeypatch.setattr("meshcast.pages.timeline_page._MOST_BARS", 3)
+    monkeypatch.setattr("meshcast.pages.page._MOST_BARS", 3)
     panel = panel_of_report("1F1B", simulate("1F1B", 2, 2))
     with pytest.raises(LayoutError, match="12 bars are too many to draw"):
         write_timeline_page([panel], "title", tmp_path / "page.html")

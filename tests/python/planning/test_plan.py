@@ -150,7 +150,7 @@ def test_cache_counts_hits() -> None:
 
 
 def test_cache_forgets_the_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshcast.planning.cache.MAX_PLANS", 3)
+    monkeypatch.setattr("meshcast.planning.plan.MAX_PLANS", 3)
     meshcast.plan_cache_clear()
     made = {n: meshcast.plan((n,), "int8", Layout.parse("2:S0"), Layout.parse("2@2:R")) for n in (1, 2, 3)}
     assert meshcast.plan((1,), "int8", Layout.parse("2:S0"), Layout.parse("2@2:R")) is made[1]
@@ -158,7 +158,7 @@ def test_cache_forgets_the_least_recently_used(monkeypatch: pytest.MonkeyPatch) 
     assert meshcast.plan((1,), "int8", Layout.parse("2:S0"), Layout.parse("2@2:R")) is made[1]
     assert meshcast.plan((3,), "int8", Layout.parse("2:S0"), Layout.parse("2@2:R")) is made[3]
     assert meshcast.plan((2,), "int8", Layout.parse("2:S0"), Layout.parse("2@2:R")) is not made[2]
-    monkeypatch.setattr("meshcast.planning.cache.MAX_HOPS", 0)
+    monkeypatch.setattr("meshcast.planning.plan.MAX_HOPS", 0)
     meshcast.plan((5,), "int8", Layout.parse("2:S0"), Layout.parse("2@2:R"))
     assert meshcast.plan_cache_info().currsize == 1
 
