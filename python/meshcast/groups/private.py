@@ -178,7 +178,7 @@ class PrivateGroup(_C.Group):
         self.timeout = timeout
         self.name = _group_name(self.ranks)
         self.members = _C.Members(self.name, self.ranks, within)  # as the flight record shows it
-        self.transfers: dict[Any, Any] = {}  # compiled ones, kept by make.py
+        self.transfers: dict[Any, Any] = {}  # compiled ones, kept by transfers/transfer.py
         self.born = forks.count
         self._connector = Connector(self.ranks, rank, self.name, timeout, store)
         super().__init__(list(self.ranks), rank, self.name, self._connector, known, KEPT_AGREEMENTS, refusals)

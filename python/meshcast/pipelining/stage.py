@@ -473,7 +473,7 @@ class PipelineStage(StageCompute):
 
     def _may_split_loss(self) -> bool:
         """Returns whether the last stage must look at its outputs to know which samples or tokens its loss
-        is taken of (sample_split.py)."""
+        is taken of (wiring.py)."""
         return not self.loss_dims_given and any(
             size > 1 and dim not in self.loss_dims for dim, size in enumerate(self.mesh.shape)
         )

@@ -94,7 +94,7 @@ class PersistentTransfer:
             raise LayoutError(f"{op}: nothing to transfer; give at least one tensor")
         self.problems = [Problem(tuple(shape), dtype, src, dst) for shape, dtype, src, dst in problems]
         wires = [dtype for _, dtype, _, _ in self.problems]
-        # Of the shards at either end; they differ where the transfer itself casts (casts.py).
+        # Of the shards at either end; they differ where the transfer itself casts (medium.py).
         self._source_dtypes = wires if casts is None else [ends.source for ends in casts.forth]
         self._destination_dtypes = wires if casts is None else [ends.destination for ends in casts.forth]
         self._backward = backward

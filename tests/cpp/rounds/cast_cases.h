@@ -38,7 +38,7 @@ inline ReduceOp reduction_of(const Layout& layout) {
   return ReduceOp::None;
 }
 
-// As casts.py and tensor_move.py choose it: the narrower type travels, that of the result where both are as
+// As medium.py and gpu.py choose it: the narrower type travels, that of the result where both are as
 // wide, and what is reduced travels as it is.
 inline CastTypes random_types(std::mt19937& rng, const Problem& problem) {
   const bool reduced = reduction_of(problem.src) != ReduceOp::None;
