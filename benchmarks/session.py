@@ -19,7 +19,7 @@ from typing import Any
 
 from meshcast import Topology
 from meshcast.base.progress import Progress
-from meshcast.bench.cases import Case, Setting, find
+from meshcast.bench.cases import Case, CaseSetting, find
 from meshcast.bench.measure import FEW_REPEATS, SHORT, SLOW
 from meshcast.bench.methods import METHODS
 from meshcast.bench.report import calibration_text, overload
@@ -52,7 +52,7 @@ class Options:
     left_out: Callable[[list[str], str], None]  # cases that could not be measured, and why
 
 
-def settings(cases: list[Case]) -> Iterator[tuple[Setting, list[Case]]]:
+def settings(cases: list[Case]) -> Iterator[tuple[CaseSetting, list[Case]]]:
     """Cases that share a cluster, in the order of their first."""
     for setting in dict.fromkeys(case.setting for case in cases):
         yield setting, [case for case in cases if case.setting == setting]
@@ -77,7 +77,9 @@ def _tell(shown: Progress, when_through: int, left: int) -> None:
     shown.at(when_through - left)
 
 
-def _run_setting(setting: Setting, cases: list[Case], options: Options, tell: Callable[[int], None]) -> None:
+def _run_setting(
+    setting: CaseSetting, cases: list[Case], options: Options, tell: Callable[[int], None]
+) -> None:
     """tell: is told, again and again, how many cases are left."""
     hosts = max(2, *(case.hosts for case in cases))
     watch = _Watch(setting, list(cases), options, tell)
@@ -111,7 +113,7 @@ def _run_setting(setting: Setting, cases: list[Case], options: Options, tell: Ca
 class _Watch:
     """Takes the ranks' results as they come, and lets the other peers run in between."""
 
-    setting: Setting
+    setting: CaseSetting
     left: list[Case]
     options: Options
     tell: Callable[[int], None]

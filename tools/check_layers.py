@@ -1,16 +1,19 @@
 """Checks that imports go one way: each layer uses what lies below it and nothing above.
 
 The layers and why they are these: docs/design.md. Imports inside functions and under TYPE_CHECKING count too.
-Exit status 1 for an import that goes up, and for a circle.
+Exit status 1 for an import that goes up, a circle, a private name of another package, and a class name that
+stands twice in python/meshcast; also where there are more files, or longer chains of imports, than there were.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from import_graph import Graph, circles, cpp_graph, python_graph
+from import_graph import PACKAGE, Graph, circles, cpp_graph, longest_chain, python_graph
 
 # Lowest first. A row holds layers of one rank, which know nothing of each other.
 PYTHON_LAYERS = (
@@ -47,6 +50,9 @@ USE_C = {"base", "layout", "topology", "planning", "groups", "transfers", "backe
 TOP = {"", "__main__", "_version", "_build_check", "_build_info"}
 # What a face loads only when somebody asks for it.
 LAZY = {"planning.plan": {"planning.text", "planning.draw", "planning.plan_json"}}
+# What the tree has come down to: it may become less, and these with it.
+MOST_FILES = 149
+LONGEST_CHAINS = {"pipelining": 19, "resharding": 10, "groups": 5, "elastic": 5, "transfers": 4}
 HEADERS_OF_TORCH = ("torch/", "ATen/", "c10/", "cuda")
 
 
@@ -112,8 +118,49 @@ def _circle_lines(where: str, graph: Graph) -> list[str]:
     return [f"{where}: circle of {' '.join(circle)}" for circle in circles(graph)]
 
 
+def class_violations() -> list[str]:
+    places = defaultdict(list)
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(name)
+            elif isinstance(node, ast.ImportFrom) and not _stays_inside(node, name):
+                private = [
+                    each.name for each in node.names if each.name.startswith("_") and each.name != "_C"
+                ]
+                found += [f"python: {name} > {each}, a private name" for each in private if each[1] != "_"]
+    return found + [
+        f"python: class {each} in {' and '.join(them)}" for each, them in places.items() if len(them) > 1
+    ]
+
+
+def _stays_inside(node: ast.ImportFrom, file: str) -> bool:
+    """Whether an import is of the standard library, another distribution, or the file's own package."""
+    module = node.module or ""
+    if node.level == 0 and module.split(".")[0] != "meshcast":
+        return True
+    if node.level == 0:
+        return "/" in file and module.split(".")[1:2] == [file.split("/")[0]]
+    return "/" in file and node.level < 2 + file.count("/") - 1
+
+
+def ratchet_violations() -> list[str]:
+    graph = python_graph()
+    found = []
+    files = sum(1 for path in PACKAGE.rglob("*.py") if path.name != "_build_info.py")
+    if files > MOST_FILES:
+        found.append(f"python: {files} files, there were {MOST_FILES}: a file is a concept")
+    for package, most in LONGEST_CHAINS.items():
+        chain = longest_chain(graph, [module for module in graph if python_layer(module) == package])
+        if len(chain) > most:
+            found.append(f"python: a chain of {len(chain)} imports, there were {most}: {' > '.join(chain)}")
+    return found
+
+
 def main() -> int:
-    found = python_violations() + cpp_violations()
+    found = python_violations() + class_violations() + ratchet_violations() + cpp_violations()
     for line in found:
         print(f"violation: {line} (move what is needed down, or pass it in; layers: docs/design.md)")
     print(f"layers: {len(found)} violations")

@@ -11,7 +11,7 @@ from typing import Any
 from meshcast import Topology
 from meshcast.pipelining import Layer, partition
 from meshcast.pipelining.candidates import best_of
-from meshcast.pipelining.partition_search import Cut, Evaluator, Job, even, uses_of
+from meshcast.pipelining.partition_search import Cut, Evaluator, PlannedJob, even, uses_of
 
 from .models import gpt, scaled, unet
 
@@ -64,7 +64,7 @@ def choices(job: Emulated, ranks: int, microbatches: int) -> list[Choice]:
     stages = range(1, min(_MOST_STAGES, len(layers), ranks) + 1)
     found = partition(layers, SAMPLES, ranks, topology, microbatches=microbatches, stages=stages)
     evaluator = Evaluator(
-        layers, uses_of(layers), Job(topology, microbatches, SAMPLES, None, False, None, 4.0)
+        layers, uses_of(layers), PlannedJob(topology, microbatches, SAMPLES, None, False, None, 4.0)
     )
 
     def choice(name: str, cut: Cut) -> Choice:

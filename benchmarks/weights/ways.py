@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from meshcast import Layout, WeightSync
 from meshcast.bench.methods.published import METHODS
-from meshcast.bench.move import Batch, Move
+from meshcast.bench.move import CaseBatch, CaseMove
 
 from .models import DTYPE, SERVERS, TRAINERS, Weights
 
@@ -96,13 +96,13 @@ class Published(Placed):
             {name: x.to_local() for name, x in each.items()} for each in (weights.held, weights.placed)
         )
         moves = [
-            Move(
+            CaseMove(
                 shape, Layout(*layouts[0][name]), Layout(*weights.wanted[name]), held.get(name),
                 placed.get(name), DTYPE,
             )
             for name, shape in weights.shapes.items()
         ]  # fmt: skip
-        self._batch = Batch(moves, topology, dist.group.WORLD)
+        self._batch = CaseBatch(moves, topology, dist.group.WORLD)
 
     def run(self, version: int) -> None:  # noqa: ARG002  a version is what the tensors hold
         self._method.run(self._batch)

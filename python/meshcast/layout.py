@@ -407,6 +407,13 @@ def _rebuild(
     return layout
 
 
+def on_ranks(layout: Layout, ranks: Sequence[int]) -> Layout:
+    """The same layout on other ranks, in the order of those that it has."""
+    return _rebuild(
+        layout._mesh_shape, array("i", ranks).tobytes(), layout._placements, layout._ndim, layout._held
+    )
+
+
 def _lists(value: Any) -> Any:
     """Tuples as the lists that JSON makes of them."""
     return [_lists(item) for item in value] if isinstance(value, tuple) else value

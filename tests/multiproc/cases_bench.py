@@ -16,7 +16,7 @@ from meshcast.bench.groups import Groups
 from meshcast.bench.measure import Runner, choose, measure
 from meshcast.bench.methods import METHODS, Method
 from meshcast.bench.methods.ours import BALANCES
-from meshcast.bench.move import Batch
+from meshcast.bench.move import CaseBatch
 from meshcast.layout import Layout
 from multiproc.threads import thread_names
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -66,7 +66,7 @@ def layout_case(layout: Case):
 
 
 def a_wrong_element_is_counted(_) -> None:
-    def forgets(batch: Batch) -> None:
+    def forgets(batch: CaseBatch) -> None:
         METHODS["send_recv"].run(batch)
         (move,) = batch.moves
         if dist.get_rank() == 2 and move.destination is not None:
@@ -85,7 +85,7 @@ def a_wrong_element_is_counted(_) -> None:
 def a_slow_method_counts_once(_) -> None:
     runner = Runner(LAYOUTS[0], TOPOLOGY, 1e-9, ["send_recv"])
 
-    def slowly(batch: Batch) -> None:
+    def slowly(batch: CaseBatch) -> None:
         METHODS["send_recv"].run(batch)
         dist.barrier(batch.group)
         threading.Event().wait(0.3)

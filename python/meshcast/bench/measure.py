@@ -15,7 +15,7 @@ from meshcast.topology import Topology
 from .cases import Case, Tensor
 from .groups import Groups
 from .methods import METHODS
-from .move import Batch, Box, Move
+from .move import Box, CaseBatch, CaseMove
 from .report import OURS
 
 SLOW = 3.0  # times the bound: more repeats would only tell the same again
@@ -41,11 +41,11 @@ def busy() -> tuple[float, float]:
     return sum(fields) - fields[3] - fields[4], sum(fields)
 
 
-class Values:
+class CaseValues:
     """The values that one rank holds and must get of one tensor, in the round `salt`. Under Partial, the
     values that are added up differ; one rank of each sum has what is missing."""
 
-    def __init__(self, tensor: Tensor, move: Move) -> None:
+    def __init__(self, tensor: Tensor, move: CaseMove) -> None:
         rank = dist.get_rank()
         held, needed = move.held.get(rank), move.needed.get(rank)
         self._move = move
@@ -92,7 +92,7 @@ class Runner:
         self._case, self._bound = case, bound
         self._groups = Groups()
         group = self._groups.new(case.ranks)
-        moves = [Move(*tensor) for tensor in case.tensors]
+        moves = [CaseMove(*tensor) for tensor in case.tensors]
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for move in moves:
             for tile, ranks in move.wanted.items():
@@ -104,11 +104,11 @@ class Runner:
                 move.source_mesh = self._groups.mesh_of(move.src)
                 move.destination_mesh = self._groups.mesh_of(move.dst)
         kept = {method: METHODS[method].setup(case, self._groups) for method in methods}
-        self._batch: Batch | None = None
-        self._values: list[Values] = []
+        self._batch: CaseBatch | None = None
+        self._values: list[CaseValues] = []
         if rank in case.ranks:
-            self._batch = Batch(moves, topology, group, {k: v for k, v in kept.items() if v is not None})
-            self._values = [Values(*pair) for pair in zip(case.tensors, moves, strict=True)]
+            self._batch = CaseBatch(moves, topology, group, {k: v for k, v in kept.items() if v is not None})
+            self._values = [CaseValues(*pair) for pair in zip(case.tensors, moves, strict=True)]
 
     def close(self) -> None:
         dist.barrier()

@@ -22,7 +22,7 @@ Slices = tuple[slice, ...]
 
 
 @dataclass
-class Move:
+class CaseMove:
     """One rank's part of one tensor."""
 
     shape: tuple[int, ...]
@@ -83,10 +83,10 @@ class Move:
 
 
 @dataclass
-class Batch:
+class CaseBatch:
     """All tensors of a case on one rank."""
 
-    moves: list[Move]
+    moves: list[CaseMove]
     topology: Topology
     group: dist.ProcessGroup  # of all ranks of either mesh
     kept: dict[str, Any] = field(default_factory=dict)  # what a method sets up in its first round

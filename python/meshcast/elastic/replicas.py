@@ -51,7 +51,7 @@ from .places import Old, call_by, old_layouts, run
 if TYPE_CHECKING:
     from ..topology import Topology
 
-__all__ = ["Chosen", "Copies", "Copy", "Generations", "Guests", "Replicas", "box_views"]
+__all__ = ["Chosen", "ReplicaCopies", "Copy", "Generations", "Guests", "Replicas", "box_views"]
 
 
 class _Tile(NamedTuple):
@@ -180,7 +180,7 @@ class Copy:
             torch._foreach_copy_(targets, sources)
 
 
-class Copies:
+class ReplicaCopies:
     """Any thread."""
 
     def __init__(self) -> None:
@@ -277,7 +277,7 @@ class Replicas:
         self._parent, self._rank = parent, parent.rank
         self._name = f"{_OP} {next(parent.extras.setdefault(_OP, itertools.count()))}"
         self._twin = parent.twin(self._name)
-        self._copies = Copies()
+        self._copies = ReplicaCopies()
         self._handle: Handle[ReshardedState] = Handle(None, ReshardedState(), lambda: 0.0)  # of nothing
         self._limit = parent.timeout
         said: Given | Exception

@@ -49,7 +49,7 @@ _OP = "MemoryStorage"
 
 
 @dataclass
-class _Tensor:
+class _SavedTensor:
     """The part of a saved tensor that a rank holds."""
 
     size: tuple[int, ...]
@@ -61,7 +61,7 @@ class _Tensor:
 class _Catalogue:
     """A list of what a rank holds, without the values."""
 
-    tensors: dict[str, _Tensor] = field(default_factory=dict)
+    tensors: dict[str, _SavedTensor] = field(default_factory=dict)
     values: list[str] = field(default_factory=list)  # what is no tensor
     planner_data: Any = None
 
@@ -147,7 +147,7 @@ class MemoryStorage(StorageWriter, StorageReader):
             else:
                 told = item.tensor_data
                 assert told is not None and isinstance(data, torch.Tensor)
-                known = self._own.tensors.setdefault(name, _Tensor(tuple(told.size), told.properties))
+                known = self._own.tensors.setdefault(name, _SavedTensor(tuple(told.size), told.properties))
                 if data.numel() > 0:
                     known.boxes.append(_box(told.chunk.offsets, told.chunk.sizes))
                     pieces.setdefault(name, []).append(data.detach())

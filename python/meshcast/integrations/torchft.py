@@ -177,7 +177,7 @@ class MeshcastTransport(CheckpointTransport[T]):
             time.sleep(_PAUSE)
 
 
-class _Value:
+class _Leaf:
     """A leaf that is no tensor."""
 
     def __init__(self, value: object) -> None:
@@ -206,8 +206,8 @@ class _Tensor:
         return local if self.spec is None else as_dtensor(local, self.spec)
 
 
-def _told(leaf: object) -> _Value | _Tensor:
-    return _Tensor(leaf) if isinstance(leaf, torch.Tensor) else _Value(leaf)
+def _told(leaf: object) -> _Leaf | _Tensor:
+    return _Tensor(leaf) if isinstance(leaf, torch.Tensor) else _Leaf(leaf)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

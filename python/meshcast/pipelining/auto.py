@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from ..base.checks import typed_arguments
 from ..errors import LayoutError, MeshcastError
 from .board import refusals_told
-from .choose import Batch, Choice, listed_stages, search
+from .choose import Choice, ExampleBatch, listed_stages, search
 from .classes import CLASSES, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from .microbatch import Pieces
 from .schedule import PipelineSchedule, ScheduleOptions
@@ -100,7 +100,7 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
             bound = inspect.signature(PipelineSchedule.step).bind(self, *args, **named)
             bound.apply_defaults()
             given = bound.arguments
-            batch = Batch(
+            batch = ExampleBatch(
                 given["args"],
                 given["kwargs"],
                 given["target"],
@@ -132,7 +132,7 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
         """Runs a step on micro-batches, as in torch."""
         if self._schedule is None:
             pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs)
-            self._choose(Batch((), {}, None, (None, None), pieces), loss_kwargs)
+            self._choose(ExampleBatch((), {}, None, (None, None), pieces), loss_kwargs)
         self._chosen._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
             raise AttributeError(f"ScheduleAuto has no {name!r} before its first step chooses a schedule")
         return getattr(chosen, name)
 
-    def _choose(self, batch: Batch, loss_kwargs: Mapping[str, Any] | None) -> None:
+    def _choose(self, batch: ExampleBatch, loss_kwargs: Mapping[str, Any] | None) -> None:
         with refusals_told(group_of(self._listed) if self._columns is None else self._columns):
             if not torch.is_grad_enabled():
                 raise MeshcastError(

@@ -23,7 +23,7 @@ from .microbatch import Pieces, cut
 from .schedule import PipelineSchedule
 from .stage import PipelineStage, check_kinds, current, group_of
 
-__all__ = ["Batch", "Choice", "choose", "listed_stages", "search"]
+__all__ = ["ExampleBatch", "Choice", "choose", "listed_stages", "search"]
 
 
 _SHOWN = 12  # rows of the table: the fastest, and the fastest of each schedule that is not among them
@@ -200,7 +200,7 @@ def choose(
     return search(
         listed_stages(stages),
         loss_fn,
-        Batch(given, dict(kwargs or {}), target),
+        ExampleBatch(given, dict(kwargs or {}), target),
         microbatches,
         memory_budget,
         loss_kwargs=loss_kwargs,
@@ -211,7 +211,7 @@ def choose(
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ExampleBatch:
     """An example, whole or in micro-batches already; what ``step`` would get on this rank."""
 
     args: tuple[Any, ...]
@@ -255,7 +255,7 @@ class Batch:
 def search(
     stages: list[PipelineStage],
     loss_fn: Callable[..., Any] | None,
-    batch: Batch,
+    batch: ExampleBatch,
     microbatches: int | Sequence[int] | None,
     memory_budget: float | None,
     *,
@@ -296,7 +296,7 @@ class _Search:
 
     def find(
         self,
-        batch: Batch,
+        batch: ExampleBatch,
         microbatches: int | Sequence[int] | None,
         budget: float | None,
         show: bool,
@@ -338,7 +338,7 @@ class _Search:
 
     def _agreed(
         self,
-        batch: Batch,
+        batch: ExampleBatch,
         microbatches: int | Sequence[int] | None,
         budget: float | None,
     ) -> dict[str, Any]:

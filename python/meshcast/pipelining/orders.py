@@ -413,14 +413,14 @@ def zb_v(stages: int, microbatches: int) -> Actions:
     return {
         rank: [
             action
-            for action in _Row(rank, stages - 1 - rank, length).fill(rank, ranks)
+            for action in _OrderRow(rank, stages - 1 - rank, length).fill(rank, ranks)
             if action.microbatch < microbatches
         ]
         for rank in range(ranks)
     }
 
 
-class _Row:
+class _OrderRow:
     """Appends actions; each kind of each stage takes the micro-batches in order."""
 
     def __init__(self, down: int, up: int, microbatches: int) -> None:

@@ -31,7 +31,7 @@ from .action import Link, ScheduleError
 from .candidates import Candidate, best_of, kept_bytes
 from .classes import CLASSES
 from .orders import spec_of
-from .partition_search import Cut, Evaluator, Job, Layer, Value, even, search, uses_of
+from .partition_search import Cut, Evaluator, Layer, PlannedJob, Value, even, search, uses_of
 from .schedule import PipelineSchedule
 from .simulate import SimulationReport
 from .stage import PipelineStage
@@ -517,7 +517,7 @@ def partition(
         )
     if schedule is not None and spec_of(schedule).stacked:
         raise ScheduleError(f"{schedule} has several stages on a rank; partition() gives each stage its own")
-    job = Job(topology, microbatches, samples, schedule, delay_weight_grad, memory, copies)
+    job = PlannedJob(topology, microbatches, samples, schedule, delay_weight_grad, memory, copies)
     return _proposed(Evaluator(known, uses_of(known), job), counts, ranks)
 
 

@@ -25,8 +25,8 @@ from .simulate import SimulationReport, simulate
 __all__ = [
     "Cut",
     "Evaluator",
-    "Found",
-    "Job",
+    "Searched",
+    "PlannedJob",
     "Layer",
     "StageCost",
     "Value",
@@ -134,7 +134,7 @@ class Cut:
 
 
 @dataclass(slots=True)
-class Found:
+class Searched:
     """The cuts that were simulated, {cut: seconds of a step}. exhaustive: no other cut can be faster."""
 
     tried: dict[Cut, float]
@@ -155,7 +155,7 @@ def search(
     seconds: Callable[[Cut], float],
     starts: Sequence[Cut] = (),
     most: float = math.inf,
-) -> Found:
+) -> Searched:
     """Looks for the cuts with the fewest `seconds`. Deterministic.
 
     Args:
@@ -165,7 +165,7 @@ def search(
         starts: cuts to begin with, too; of equals the first of them wins, without any the even cut.
         most: so many cuts of a number of stages have their `seconds` looked at.
     """
-    found = Found({})
+    found = Searched({})
     for stages in stage_counts:
         if _count(len(times), ranks, stages, degrees) <= _EXHAUSTIVE:
             cuts = (
@@ -185,7 +185,7 @@ def _by_bounds(
     first: Cut,
     bound: Callable[[Cut], float],
     seconds: Callable[[Cut], float],
-    found: Found,
+    found: Searched,
     most: float,
 ) -> None:
     """Simulates in the order of the bounds until none can be below the best. Of equals `first` wins."""
@@ -209,7 +209,7 @@ def _climb(
     samples: int,
     bound: Callable[[Cut], float],
     seconds: Callable[[Cut], float],
-    found: Found,
+    found: Searched,
     given: Sequence[Cut],
     most: float,
 ) -> None:
@@ -364,7 +364,7 @@ def _count(layers: int, ranks: int, stages: int, degrees: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PlannedJob:
     """The job that is planned. samples: of a micro-batch. schedule: by name, or None where it is chosen too.
     memory: bytes of a rank, or None. copies: how often a rank holds the bytes of its parameters."""
 
@@ -409,7 +409,7 @@ class Evaluator:
     """Simulates candidates; a transfer between two meshes is planned once, as is a sum over one."""
 
     def __init__(
-        self, layers: Sequence[Layer], uses: Mapping[tuple[int, int], list[Value]], job: Job
+        self, layers: Sequence[Layer], uses: Mapping[tuple[int, int], list[Value]], job: PlannedJob
     ) -> None:
         self.layers, self.uses, self.job = layers, uses, job
         self.degrees = sorted({1, *(degree for layer in layers for degree in layer.tensor)})

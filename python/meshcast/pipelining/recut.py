@@ -30,7 +30,7 @@ from .simulate import simulate_actions
 if TYPE_CHECKING:
     from .schedule import PipelineSchedule
 
-__all__ = ["Recut", "Running", "Wish", "agreed_cut", "all_well", "better_cut"]
+__all__ = ["Recut", "RunningPipeline", "Wish", "agreed_cut", "all_well", "better_cut"]
 
 
 _SIMULATED = 300  # cuts at most: training waits for it
@@ -39,7 +39,7 @@ _ALIKE = 1.0  # what every layer costs where nothing is known of them
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningPipeline:
     """The pipeline that runs. Times are seconds of a micro-batch, for each stage on its slowest rank.
 
     Attributes:
@@ -70,7 +70,7 @@ class Recut:
 
 
 def better_cut(
-    running: Running,
+    running: RunningPipeline,
     layers: Sequence[Layer] | None,
     *,
     threshold: float,
@@ -116,7 +116,7 @@ def better_cut(
 class _Model:
     """Costs of cuts of what runs."""
 
-    def __init__(self, running: Running, layers: Sequence[Layer] | None) -> None:
+    def __init__(self, running: RunningPipeline, layers: Sequence[Layer] | None) -> None:
         self._running = running
         count = sum(running.cut)
         self.layers = [Layer(_ALIKE, _ALIKE)] * count if layers is None else list(layers)
@@ -453,7 +453,7 @@ def _decided(schedule: PipelineSchedule, wish: Wish, found: Mapping[int, Any]) -
     topology = wish.topology or next(iter(schedule._mine.values())).topology
     times.setdefault("transfer", schedule.transfer_times(topology))
     recut = better_cut(
-        Running(
+        RunningPipeline(
             tuple(wish.cut),
             schedule._recipe.lowered(len(table.rows), train=True),
             schedule._n_microbatches,

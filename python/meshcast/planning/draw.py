@@ -37,7 +37,7 @@ _PALETTE = (
 
 
 @dataclass
-class _Row:
+class _LinkRow:
     """One direction of one link: what it carries, in order of time."""
 
     start: NDArray[np.float64]
@@ -76,7 +76,7 @@ def draw(plan: Plan, path: str | Path) -> None:
         figure.savefig(path, dpi=160, facecolor="white", metadata=metadata[path.suffix.lower()])
 
 
-def _rows(plan: Plan) -> list[tuple[str, _Row, _Row]]:
+def _rows(plan: Plan) -> list[tuple[str, _LinkRow, _LinkRow]]:
     """(label, out row, in row) of every NIC; of every rank instead, where nothing leaves a host."""
     import numpy as np
 
@@ -109,10 +109,10 @@ def _rows(plan: Plan) -> list[tuple[str, _Row, _Row]]:
     src, dst = columns["hop_src"], columns["hop_dst"]
     crosses = host_of[src] != host_of[dst]
 
-    def row(mask: Any, rate: int) -> _Row:
+    def row(mask: Any, rate: int) -> _LinkRow:
         order = np.argsort(start[mask], kind="stable")
         begin = start[mask][order]
-        return _Row(begin, begin + nbytes[mask][order] / rate, task[mask][order])
+        return _LinkRow(begin, begin + nbytes[mask][order] / rate, task[mask][order])
 
     rows = []
     if crosses.any():
@@ -131,7 +131,7 @@ def _rows(plan: Plan) -> list[tuple[str, _Row, _Row]]:
     return rows
 
 
-def _bars(row: _Row, span: float) -> dict[int, list[tuple[float, float]]]:
+def _bars(row: _LinkRow, span: float) -> dict[int, list[tuple[float, float]]]:
     """(start, width) of the bars of each task. Neighbours of one task join; more bars than pixels are
     sampled."""
     import numpy as np
@@ -155,7 +155,7 @@ def _bars(row: _Row, span: float) -> dict[int, list[tuple[float, float]]]:
     return bars
 
 
-def _draw_rows(axes: Any, plan: Plan, rows: list[tuple[str, _Row, _Row]], scale: float) -> None:
+def _draw_rows(axes: Any, plan: Plan, rows: list[tuple[str, _LinkRow, _LinkRow]], scale: float) -> None:
     span = max(plan.makespan, plan.lower_bound) or 1.0
     for y, (_, out, received) in enumerate(rows):
         axes.axhspan(y - 0.42, y + 0.42, color="#f2f2f2", linewidth=0, zorder=0)

@@ -161,7 +161,7 @@ def _fake_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch
     return grad.new_empty(shape, dtype=gradient.dtype, device=move.source_device)
 
 
-class _Reshard(torch.autograd.Function):
+class _CompiledReshard(torch.autograd.Function):
     # reshard_number is a clone that the compiler leaves alone: any other would be made in the backward, from
     # the token as the last call of the graph left it.
     @staticmethod
@@ -184,7 +184,7 @@ class _Reshard(torch.autograd.Function):
 
 def _autograd(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:
     if torch.is_grad_enabled() and local.requires_grad:
-        return _Reshard.apply(local, token, call)
+        return _CompiledReshard.apply(local, token, call)
     return _below_autograd(local, token, call)
 
 

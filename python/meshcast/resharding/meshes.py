@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
@@ -16,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from ..base import checks
 from ..base.boxes import box_text
 from ..errors import LayoutError
-from ..layout import Box, Layout, _rebuild
+from ..layout import Box, Layout, on_ranks
 
 __all__ = [
     "Destination",
@@ -353,8 +352,7 @@ def renumbered(layout: Layout, numbers: Mapping[int, int], what: str) -> Layout:
             f"{what}: {layout} has {ranks_text(without)}, for which ranks= gives no new rank; name what is "
             "gone in lost="
         )
-    ranks = array("i", [numbers[rank] for rank in layout.ranks])
-    return _rebuild(layout.mesh_shape, ranks.tobytes(), layout._placements, layout._ndim, layout._held)
+    return on_ranks(layout, [numbers[rank] for rank in layout.ranks])
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from .state_entries import (
     Loaded,
     Output,
     Reading,
-    Side,
+    StateSide,
     Wanted,
     carried,
     encode,
@@ -71,7 +71,7 @@ class Given:
 class StateCall:
     """The checked arguments of this rank. held: by the names that they are sent under; tensors: those of them
     that are here; meshes: of destinations that have some, with their placements. values: entries that are no
-    tensors, as text. The other fields are those of Side."""
+    tensors, as text. The other fields are those of StateSide."""
 
     held: dict[str, Held]
     tensors: dict[str, torch.Tensor]
@@ -156,7 +156,7 @@ class StateCall:
 
     def text(self) -> str:
         return encode(
-            Side(
+            StateSide(
                 held=self.held,
                 wanted=self.wanted,
                 outs=self.output_specs(),

@@ -41,7 +41,7 @@ __all__ = [
     "OP",
     "Output",
     "Reading",
-    "Side",
+    "StateSide",
     "Wanted",
     "as_text",
     "carried",
@@ -477,7 +477,7 @@ class Output(NamedTuple):
     plain: bool
 
 
-class Side(NamedTuple):
+class StateSide(NamedTuple):
     """One rank's side of a call. ties, out_ties: tensors, and outputs,
     that are an earlier one. carried: entries that are no tensors, as text. renamed: {name before: name};
     unmatched: names that rename= or only= give and this rank does not know. selects: it has an only=. own:
@@ -512,10 +512,10 @@ class _Table:
         return -1 if value is None else self.places.setdefault(value, len(self.places))
 
 
-_SAID_AS_THEY_ARE = [name for name in Side._fields if name not in ("held", "wanted", "outs")]
+_SAID_AS_THEY_ARE = [name for name in StateSide._fields if name not in ("held", "wanted", "outs")]
 
 
-def encode(side: Side) -> str:
+def encode(side: StateSide) -> str:
     """Returns a side as JSON."""
     layouts, families, dtypes = _Table(), _Table(), _Table()
     held = {
@@ -562,7 +562,7 @@ def text_digest(text: str) -> tuple[int, int]:
     return low, high
 
 
-def decode(text: str, known: dict[Layout, Layout]) -> Side:
+def decode(text: str, known: dict[Layout, Layout]) -> StateSide:
     """known: layouts that other sides have said, so that equal ones are one."""
     said = json.loads(text)
     layouts = [Layout.from_wire(Reader(wire, "layout")) for wire in said["layouts"]]
@@ -592,7 +592,7 @@ def decode(text: str, known: dict[Layout, Layout]) -> Side:
         for name, (layout, device, family, dtype, plain, floats) in said["wanted"].items()
     }
     outs = {name: Output(tuple(shape), dtype, plain) for name, (shape, dtype, plain) in said["outs"].items()}
-    return Side(held, wanted, outs, **{name: said[name] for name in _SAID_AS_THEY_ARE})
+    return StateSide(held, wanted, outs, **{name: said[name] for name in _SAID_AS_THEY_ARE})
 
 
 def _family(said: Any) -> Family:

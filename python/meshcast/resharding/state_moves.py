@@ -30,7 +30,7 @@ from .meshes import (
     separate,
     survivors,
 )
-from .state_entries import OP, Held, Side, held_text, mismatch, names_text, wanted_text, with_boxes
+from .state_entries import OP, Held, StateSide, held_text, mismatch, names_text, wanted_text, with_boxes
 from .tensor_map import Block, TensorMap, mapped
 
 __all__ = [
@@ -194,7 +194,7 @@ class Goal(NamedTuple):
 class Said:
     """Everything that the ranks said. rank: this one, for errors."""
 
-    def __init__(self, sides: Mapping[int, Side], rank: int) -> None:
+    def __init__(self, sides: Mapping[int, StateSide], rank: int) -> None:
         self.sides = sides
         self.rank = rank
         self.ranks = sorted(sides)
@@ -208,7 +208,7 @@ class Said:
                     holders[other] = held
 
     @property
-    def first(self) -> Side:
+    def first(self) -> StateSide:
         return self.sides[self.ranks[0]]
 
     @cached_property
@@ -506,7 +506,7 @@ class Agreed:
         return [move for target in self.targets.values() for move in target.moves]
 
 
-def agree(sides: Mapping[int, Side], maps: Sequence[TensorMap], rank: int) -> Agreed:
+def agree(sides: Mapping[int, StateSide], maps: Sequence[TensorMap], rank: int) -> Agreed:
     """Returns the moves that all ranks agree on. Every rank has the same sides, so that all raise the same
     error: PlanMismatchError where ranks contradict each other, LayoutError where a name is missing, tensors
     do not fit, or a rank has no GPU where it needs one."""
@@ -705,7 +705,7 @@ def _root(targets: Mapping[str, Target], name: str) -> str:
     return targets[name].alias or name
 
 
-def _outputs_agree(side: Side, name: str, other: str) -> bool:
+def _outputs_agree(side: StateSide, name: str, other: str) -> bool:
     if (name in side.outs) != (other in side.outs):
         return False
     return name not in side.outs or side.out_ties.get(name, name) == side.out_ties.get(other, other)

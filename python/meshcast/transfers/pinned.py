@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COPIES",
-    "Copies",
+    "CopyStreams",
     "CudaCopies",
-    "Event",
+    "CopyEvent",
     "LandingWork",
     "Passage",
     "PinnedMedium",
@@ -35,7 +35,7 @@ __all__ = [
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (to, from)
 
 
-class Event(Protocol):
+class CopyEvent(Protocol):
     """A point in a stream. query(): whether the GPU has passed it; synchronize(): blocks until it has."""
 
     def query(self) -> bool: ...
@@ -43,7 +43,7 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
-class Copies(Protocol):
+class CopyStreams(Protocol):
     """The part of CUDA that a passage uses. device: index of a GPU. Nothing but pinned() blocks the host."""
 
     def pinned(self, nbytes: int) -> torch.Tensor:
@@ -52,14 +52,14 @@ class Copies(Protocol):
     def capturing(self) -> bool:
         """Returns whether the current stream is being captured into a CUDA graph."""
 
-    def mark(self, device: int) -> Event:
+    def mark(self, device: int) -> CopyEvent:
         """Behind all that the current stream of the device holds."""
 
-    def copy(self, device: int, pairs: Pairs, after: Event) -> Event:
+    def copy(self, device: int, pairs: Pairs, after: CopyEvent) -> CopyEvent:
         """Enqueues copies behind `after`, all in one direction, between tensors of one shape and type, and
         returns the event behind them. The GPU's tensors may be freed at once, the pinned ones not."""
 
-    def follow(self, device: int, event: Event) -> None:
+    def follow(self, device: int, event: CopyEvent) -> None:
         """Lets what comes next in the current stream wait for the event."""
 
 
@@ -76,12 +76,12 @@ class CudaCopies:
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def mark(self, device: int) -> Event:
+    def mark(self, device: int) -> CopyEvent:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         return event
 
-    def copy(self, device: int, pairs: Pairs, after: Any) -> Event:
+    def copy(self, device: int, pairs: Pairs, after: Any) -> CopyEvent:
         to_host = pairs[0][0].is_cpu
         stream = self._stream(device, to_host)
         event = torch.cuda.Event()
@@ -107,7 +107,7 @@ class CudaCopies:
             return stream
 
 
-COPIES: Copies = CudaCopies()
+COPIES: CopyStreams = CudaCopies()
 
 
 _LEAST = 4096  # bytes of a block
@@ -188,7 +188,7 @@ class Passage:
 
     def __init__(
         self,
-        copies: Copies,
+        copies: CopyStreams,
         pool: PinnedPool,
         call: _C.Call,
         rank: int,
@@ -199,7 +199,7 @@ class Passage:
         self._copies, self._op, self._rank = copies, call.op, rank
         self._deadline, self._limit = call.deadline, call.timeout
         self.src, self.dst = filled(src), filled(dst)
-        self._left: Event | None = None  # behind the copy to the host
+        self._left: CopyEvent | None = None  # behind the copy to the host
         self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []  # (on the GPU, on the host)
         sides = [side if there else [] for side, there in zip((self.src, self.dst), on_gpu, strict=True)]
         given = [tensor for side in sides for tensor in side if tensor is not None]
@@ -300,10 +300,10 @@ class LandingWork:
     def __init__(
         self,
         work: Any,
-        copies: Copies,
+        copies: CopyStreams,
         device: int,
         pairs: list[tuple[torch.Tensor, torch.Tensor]],
-        behind: Event,
+        behind: CopyEvent,
         rank: int,
         op: str,
     ) -> None:
@@ -311,7 +311,7 @@ class LandingWork:
         self._work, self._copies, self._device = work, copies, device
         self._pairs = pairs
         self._behind = behind  # earlier uses of the results' memory
-        self._landed: Event | None = None
+        self._landed: CopyEvent | None = None
         self._problem: MeshcastError | None = None
         self._lock = threading.Lock()
 
@@ -349,7 +349,7 @@ class LandingWork:
         call_back(follow)
         return future
 
-    def _land(self) -> Event:
+    def _land(self) -> CopyEvent:
         """The event behind the copy onto the GPU. Only once the transfer has succeeded."""
         with self._lock:
             if self._problem is not None:

@@ -12,7 +12,7 @@ from meshcast import Layout
 from meshcast.bench import report
 from meshcast.bench.calibrate import Links
 from meshcast.bench.cases import find
-from meshcast.bench.cases.case import Setting
+from meshcast.bench.cases.case import CaseSetting
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
@@ -252,9 +252,9 @@ def test_names_with_commas_are_separated_by_semicolons(monkeypatch: pytest.Monke
 
 
 def test_settings_give_each_host_its_rate() -> None:
-    assert Setting().mbit(250, 3) == [250, 250, 250]
-    assert Setting(rates=(1.0, 0.5)).mbit(200, 4) == [200, 100, 200, 200]
-    assert Setting(rates=(0.5,) * 5).mbit(200, 2) == [100, 100]
+    assert CaseSetting().mbit(250, 3) == [250, 250, 250]
+    assert CaseSetting(rates=(1.0, 0.5)).mbit(200, 4) == [200, 100, 200, 200]
+    assert CaseSetting(rates=(0.5,) * 5).mbit(200, 2) == [100, 100]
 
 
 def test_no_link_is_taken_for_faster_than_it_is() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import meshcast
 import pytest
 from meshcast.pipelining import Layer, Partition, partition
-from meshcast.pipelining.partition_search import Cut, Evaluator, Job, uses_of
+from meshcast.pipelining.partition_search import Cut, Evaluator, PlannedJob, uses_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
@@ -37,7 +37,7 @@ def everything(layers: list[Layer], stages: list[int], degrees: list[int]) -> It
                 yield Cut(cut, ranks, tensor)
 
 
-def exhaustive(found: Partition, layers: list[Layer], stages: list[int], job: Job) -> float:
+def exhaustive(found: Partition, layers: list[Layer], stages: list[int], job: PlannedJob) -> float:
     """The fastest step of all cuts under all schedules. Cuts are left out that cannot be faster than `found`:
     whose slowest stage alone computes for longer."""
     evaluator = Evaluator(layers, uses_of(layers), job)
@@ -87,7 +87,9 @@ def test_it_is_near_the_best_there_is_and_no_worse_than_obvious_choices(
     topology, stages = NETWORKS[network], [1, 2, 3, 4]
     options = {"microbatches": MICROBATCHES, "stages": stages, "memory": memory}
     found = partition(layers, samples, RANKS, topology, **options)
-    best = exhaustive(found, layers, stages, Job(topology, MICROBATCHES, samples, None, False, memory, 4.0))
+    best = exhaustive(
+        found, layers, stages, PlannedJob(topology, MICROBATCHES, samples, None, False, memory, 4.0)
+    )
     assert found.step_seconds <= (1 + WORSE) * best, f"{found.step_seconds / best - 1:.2%} worse"
     assert len(found.alternatives) >= 3
     fits = [seconds for seconds in found.alternatives.values() if seconds < math.inf]

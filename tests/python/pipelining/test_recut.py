@@ -9,14 +9,14 @@ import meshcast
 import pytest
 from meshcast.pipelining import Layer, simulate
 from meshcast.pipelining.recipe import Recipe
-from meshcast.pipelining.recut import Recut, Running, better_cut
+from meshcast.pipelining.recut import Recut, RunningPipeline, better_cut
 
 Cut = tuple[int, ...]
 MICROBATCHES = 6
 ARGUMENTS: dict[str, Any] = {"threshold": 0.01, "horizon": 10**9, "overhead": 0.0, "topology": None}
 
 
-def running(cut: Cut, forward: list[float], name: str = "1F1B", **more: Any) -> Running:
+def running(cut: Cut, forward: list[float], name: str = "1F1B", **more: Any) -> RunningPipeline:
     stages = len(cut)
     recipe = Recipe(name, stages, MICROBATCHES, None, None, None, {}, delayed=False)
     times = {"forward": forward, "backward": [2 * each for each in forward], "weight": None, "transfer": 0.1}
@@ -28,7 +28,7 @@ def running(cut: Cut, forward: list[float], name: str = "1F1B", **more: Any) -> 
         **more,
     }
     actions = recipe.lowered(len(given["rows"]), train=True)
-    return Running(cut, actions, MICROBATCHES, **given)
+    return RunningPipeline(cut, actions, MICROBATCHES, **given)
 
 
 def seconds(cut: Cut, speeds: list[float], costs: list[float]) -> float:

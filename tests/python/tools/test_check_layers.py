@@ -45,3 +45,32 @@ def test_cpp(monkeypatch: pytest.MonkeyPatch, graph: import_graph.Graph, expecte
 def test_the_longest_chain_counts_a_circle_once() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
     assert import_graph.longest_chain(graph, graph) == ["a", "b", "d"]
+
+
+def test_class_names_and_private_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for folder in ("base", "groups"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "base" / "a.py").write_text("from .b import _inner\nfrom os import _exit\nclass One: ...\n")
+    (tmp_path / "groups" / "c.py").write_text(
+        "from .. import _C\nfrom ..base.a import _hidden\nfrom meshcast.base.b import _other\nclass One: ...\n"
+    )
+    monkeypatch.setattr(check_layers, "PACKAGE", tmp_path)
+    assert check_layers.class_violations() == [
+        "python: groups/c.py > _hidden, a private name",
+        "python: groups/c.py > _other, a private name",
+        "python: class One in base/a.py and groups/c.py",
+    ]
+
+
+def test_nothing_becomes_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("")
+    (tmp_path / "b.py").write_text("")
+    monkeypatch.setattr(check_layers, "PACKAGE", tmp_path)
+    monkeypatch.setattr(check_layers, "MOST_FILES", 1)
+    monkeypatch.setattr(check_layers, "LONGEST_CHAINS", {"base": 1})
+    graph = {"base.a": {"base.b"}, "base.b": set(), "groups.c": {"base.a"}}
+    monkeypatch.setattr(check_layers, "python_graph", lambda: graph)
+    assert check_layers.ratchet_violations() == [
+        "python: 2 files, there were 1: a file is a concept",
+        "python: a chain of 2 imports, there were 1: base.a > base.b",
+    ]

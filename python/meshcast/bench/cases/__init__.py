@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from . import random_layouts, tables
-from .case import RANKS_PER_HOST, Case, Setting, Tensor
+from .case import RANKS_PER_HOST, Case, CaseSetting, Tensor
 
-__all__ = ["CASES", "RANKS_PER_HOST", "Case", "Setting", "Tensor", "find"]
+__all__ = ["CASES", "RANKS_PER_HOST", "Case", "CaseSetting", "Tensor", "find"]
 
 CASES: list[Case] = [
     *tables.N_TO_M, *tables.ONE_TO_M, *random_layouts.CASES, *tables.ODD, *tables.PARTIAL, *tables.NICS,

@@ -28,7 +28,7 @@ class Tensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Setting:
+class CaseSetting:
     """The hosts of a case; cases of one setting share a cluster. rates: of the links of each host, as parts
     of the rate that the run was given; hosts beyond have 1. own_cores: each host keeps to its part of the
     cores; not where one host alone has work to do."""
@@ -56,7 +56,7 @@ class Case:
     notation: str  # both layouts as people write them
     fixed: bool = False  # the size is the point: it is not scaled
     more: tuple[Tensor, ...] = ()  # tensors beside the first, moved as one
-    setting: Setting = field(default=Setting())
+    setting: CaseSetting = field(default=CaseSetting())
     least_repeats: int = 0  # short ones need more than others
     methods: tuple[str, ...] = ()  # the only ones that it is for; empty: all
 

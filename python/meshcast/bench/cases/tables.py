@@ -8,7 +8,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from meshcast.layout import Layout
 
-from .case import RANKS_PER_HOST, Case, Setting, Tensor
+from .case import RANKS_PER_HOST, Case, CaseSetting, Tensor
 
 _CUBE = (1024, 1024, 512)
 _UNEVEN = (1000, 700, 380)
@@ -75,14 +75,14 @@ PARTIAL = [
 # should take the same time, whatever their number.
 NICS = [
     _parsed("nics", f"{name}, {nics} NIC{'s' * (nics > 1)}", _CUBE, source, target,
-            setting=Setting(nics=nics, rates=(1 / nics,) * 4))
+            setting=CaseSetting(nics=nics, rates=(1 / nics,) * 4))
     for nics in (1, 2, 4)
     for name, source, target in [("shards", "2x4:S1RR", "2x4@8:S0RR"), ("replicas", "1x4:S0RR", "2x4@4:RRR")]
 ]  # fmt: skip
 
 # Hosts with links of unlike rate: which rank sends what, and which comes last in a chain, then decides.
 UNEQUAL = [
-    _parsed("unequal", name, _CUBE, source, target, setting=Setting(rates=rates))
+    _parsed("unequal", name, _CUBE, source, target, setting=CaseSetting(rates=rates))
     for name, source, target, rates in [
         ("one source at half the rate", "2x4:RS0R", "2x4@8:S0RR", (1.0, 0.5, 1.0, 1.0)),
         ("one target at half the rate", "1x4:S0RR", "3x4@4:RRR", (1.0, 1.0, 1.0, 0.5)),
@@ -170,7 +170,7 @@ def _scaling(group: str, name: str, hosts: int, per_host: int, rate: float) -> C
     src, dst = Layout(rows[0], [Shard(0)]), Layout(rows[1:], [Replicate(), Replicate()])
     return Case(
         name, group, _GIB, src, dst, f"{per_host} shards to {hosts - 1}x{per_host} replicas",
-        setting=Setting(per_host, rates=(rate,) * hosts),
+        setting=CaseSetting(per_host, rates=(rate,) * hosts),
     )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ SCALING = [
 
 # Inside one host, where memory and not a link is the limit: 64 MiB between four ranks.
 IN_HOST = [
-    _parsed("in-host", name, (4096, 4096), source, target, fixed=True, setting=Setting(own_cores=False))
+    _parsed("in-host", name, (4096, 4096), source, target, fixed=True, setting=CaseSetting(own_cores=False))
     for name, source, target in [
         ("rows to columns", "4:S0R", "4:RS0"),
         ("shards to replicas", "4:S0R", "4:RR"),

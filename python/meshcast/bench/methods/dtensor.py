@@ -16,13 +16,13 @@ from meshcast.layout import Layout
 
 from ..cases import Case, Tensor
 from ..groups import Groups
-from ..move import Batch
+from ..move import CaseBatch
 from .method import Method
 
 _NAME = "DTensor parent mesh"
 
 
-def redistribute(batch: Batch) -> None:
+def redistribute(batch: CaseBatch) -> None:
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     for move, mesh in zip(batch.moves, batch.kept[_NAME], strict=True):

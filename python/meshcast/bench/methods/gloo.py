@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..cases import Case
 from ..groups import Groups
-from ..move import Batch, Box, Move, elements, extent, intersection, slices, turns
+from ..move import Box, CaseBatch, CaseMove, elements, extent, intersection, slices, turns
 from .method import Method
 
 
@@ -45,7 +45,7 @@ class _Unicasts:
             place(buffer)
 
 
-def unicasts(batch: Batch) -> None:
+def unicasts(batch: CaseBatch) -> None:
     """One message for each box and receiver; senders take turns among the holders, as Megatron-LM's
     resharding does."""
     messages = _Unicasts(batch.group)
@@ -61,11 +61,11 @@ def unicasts(batch: Batch) -> None:
     messages.wait()
 
 
-def stripes(batch: Batch) -> None:
+def stripes(batch: CaseBatch) -> None:
     """Replicas of the destination receive a different stripe of every box each, then gather the others from
     each other: the plan of NeMo-RL's fallback. The collective is torch's all_gather."""
     rank, messages = dist.get_rank(), _Unicasts(batch.group)
-    gathered: list[tuple[Move, Box, torch.Tensor]] = []  # box, padded stripe of this rank
+    gathered: list[tuple[CaseMove, Box, torch.Tensor]] = []  # box, padded stripe of this rank
     for move in batch.moves:
         for wanted, receivers in move.wanted.items():
             for tile, holders in move.tiles.items():
@@ -95,7 +95,7 @@ def stripes(batch: Batch) -> None:
         move.put(box, torch.cat(parts)[: elements(box)])
 
 
-def broadcasts(batch: Batch) -> None:
+def broadcasts(batch: CaseBatch) -> None:
     """Every tile is broadcast from its first holder to all ranks, which keep what they need: what a script
     does that cannot work out who needs what."""
     rank = dist.get_rank()
@@ -113,7 +113,7 @@ def broadcasts(batch: Batch) -> None:
                 move.put(box, data[slices(box, tile)].reshape(-1))
 
 
-def gather_broadcast(batch: Batch) -> None:
+def gather_broadcast(batch: CaseBatch) -> None:
     """The whole tensor on one rank of the source mesh, a broadcast of all of it to the destination mesh, and
     each rank cuts out its shard: full_tensor() and broadcast, as most scripts that move weights do."""
     rank = dist.get_rank()
@@ -140,7 +140,7 @@ def _feeders(case: Case, groups: Groups) -> list[dist.ProcessGroup]:
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     found = []
     for tensor in case.tensors:
-        move = Move(*tensor)
+        move = CaseMove(*tensor)
         ranks = tuple(sorted({_root(move), *move.needed}))
         if ranks not in made:
             made[ranks] = groups.new(ranks)
@@ -148,7 +148,7 @@ def _feeders(case: Case, groups: Groups) -> list[dist.ProcessGroup]:
     return found
 
 
-def _root(move: Move) -> int:
+def _root(move: CaseMove) -> int:
     return next(iter(move.tiles.values()))[0]
 
 
@@ -157,7 +157,7 @@ def _insert(whole: torch.Tensor | None, tile: Box, data: torch.Tensor) -> None:
     whole[tuple(slice(lo, hi) for lo, hi in tile)] = data.view(extent(tile))
 
 
-def _stripe(move: Move, box: Box, first: int, count: int) -> torch.Tensor:
+def _stripe(move: CaseMove, box: Box, first: int, count: int) -> torch.Tensor:
     return move.cut(box).reshape(-1)[first : first + count]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..cases import Case
 from ..groups import Groups
-from ..move import Batch
+from ..move import CaseBatch
 
 
 def applies(_: Case) -> str:
@@ -28,7 +28,7 @@ class Method:
     plans, imports), so that it tells nothing."""
 
     name: str
-    run: Callable[[Batch], None]
+    run: Callable[[CaseBatch], None]
     what: str  # for the table that explains the methods
     why_not: Callable[[Case], str] = applies
     setup: Callable[[Case, Groups], Any] = no_groups

@@ -15,7 +15,7 @@ from meshcast.transfers.transfer import PersistentTransfer, PlanOptions, new_tra
 
 from ..cases import Case
 from ..groups import Groups
-from ..move import Batch, Move
+from ..move import CaseBatch, CaseMove
 from .method import Method
 
 BALANCES = ("none", "size", "search")  # of broadcast, beside the usual "greedy"
@@ -24,7 +24,7 @@ LIMIT = (
 )
 
 
-def reshard(batch: Batch, strategy: str) -> None:
+def reshard(batch: CaseBatch, strategy: str) -> None:
     """The call that a user makes: for one tensor, for one under Partial, and for many as one plan."""
     if any(move.source_mesh is not None for move in batch.moves):
         for move in batch.moves:
@@ -42,7 +42,7 @@ def reshard(batch: Batch, strategy: str) -> None:
         start(transfer, [move.source for move in batch.moves], [move.destination for move in batch.moves])
 
 
-def agreed_transfer(batch: Batch, problems: list[Problem], options: PlanOptions) -> PersistentTransfer:
+def agreed_transfer(batch: CaseBatch, problems: list[Problem], options: PlanOptions) -> PersistentTransfer:
     """A transfer that its ranks agree on at once, so that no measured round does."""
     transfer = new_transfer(parent_group(batch.group, "reshard"), problems, "reshard", options)
     transfer.agree_ahead(LIMIT)
@@ -55,7 +55,7 @@ def start(
     transfer.start(src, dst, timeout=LIMIT).wait()
 
 
-def _reshard_dtensor(batch: Batch, move: Move, strategy: str) -> None:
+def _reshard_dtensor(batch: CaseBatch, move: CaseMove, strategy: str) -> None:
     from torch.distributed.tensor import DTensor
 
     from meshcast.resharding.reshard import reshard_
@@ -81,14 +81,14 @@ def _reshard_dtensor(batch: Batch, move: Move, strategy: str) -> None:
     reshard_(out, x, group=batch.group, strategy=strategy, topology=batch.topology, timeout=LIMIT)
 
 
-def balanced(batch: Batch, name: str, balance: str) -> None:
+def balanced(batch: CaseBatch, name: str, balance: str) -> None:
     problems = [Problem(move.shape, torch.int32, move.summed, move.dst) for move in batch.moves]
     options = PlanOptions("broadcast", batch.topology, balance)
     transfer = batch.keep(name, lambda: agreed_transfer(batch, problems, options))
     start(transfer, [move.source for move in batch.moves], [move.destination for move in batch.moves])
 
 
-def backend_broadcast(batch: Batch) -> None:
+def backend_broadcast(batch: CaseBatch) -> None:
     """torch.distributed.broadcast of a tensor on a group whose backend is meshcast."""
     (move,) = batch.moves
     root = move.src.ranks[0]

@@ -18,7 +18,7 @@ from meshcast.layout import Layout
 from meshcast.planning.plan import Problem
 from meshcast.transfers.transfer import PersistentTransfer, PlanOptions
 
-from ..move import Batch, Box, Move, cuts, extent, intersection, turns
+from ..move import Box, CaseBatch, CaseMove, cuts, extent, intersection, turns
 from .method import Method
 from .ours import agreed_transfer, start
 
@@ -33,7 +33,7 @@ class Message(NamedTuple):
     placed: bool = False
 
 
-def _boxes(move: Move) -> Iterator[tuple[Box, list[int], list[int]]]:
+def _boxes(move: CaseMove) -> Iterator[tuple[Box, list[int], list[int]]]:
     """Every intersection of a source tile with a destination tile: box, holders, ranks that need it."""
     for tile, holders in move.tiles.items():
         for wanted, receivers in move.wanted.items():
@@ -42,7 +42,7 @@ def _boxes(move: Move) -> Iterator[tuple[Box, list[int], list[int]]]:
                 yield box, holders, receivers
 
 
-def unicasts(index: int, move: Move) -> list[list[Message]]:
+def unicasts(index: int, move: CaseMove) -> list[list[Message]]:
     """Megatron-LM: each receiver gets its own copy, holders take turns."""
     return [
         [
@@ -53,7 +53,7 @@ def unicasts(index: int, move: Move) -> list[list[Message]]:
     ]
 
 
-def stripes(index: int, move: Move) -> list[list[Message]]:
+def stripes(index: int, move: CaseMove) -> list[list[Message]]:
     """NeMo-RL: each replica gets a stripe, holders taking turns; then each passes its stripe on to the
     others."""
     first, second = [], []
@@ -67,7 +67,7 @@ def stripes(index: int, move: Move) -> list[list[Message]]:
     return [first, second]
 
 
-def leader_ring(index: int, move: Move) -> list[list[Message]]:
+def leader_ring(index: int, move: CaseMove) -> list[list[Message]]:
     """NCCL M2N: holders take turns as the one that sends a box; the first receiver on each host passes it
     on to the next host, and to the ranks of its own. Here it travels as a chain, which the last receiver on
     each host carries on: the hosts exchange the same bytes."""
@@ -83,7 +83,7 @@ def leader_ring(index: int, move: Move) -> list[list[Message]]:
 class _Phase:
     """Messages that travel together: a transfer, and this rank's end of each of its tensors."""
 
-    def __init__(self, batch: Batch, messages: list[Message], strategy: str, balance: str) -> None:
+    def __init__(self, batch: CaseBatch, messages: list[Message], strategy: str, balance: str) -> None:
         rank = dist.get_rank()
         self.src: list[torch.Tensor | None] = []
         self.dst: list[torch.Tensor | None] = []
@@ -105,15 +105,15 @@ class _Phase:
             start(self._transfer, self.src, self.dst)
 
 
-Plan = Callable[[int, Move], list[list[Message]]]
+Plan = Callable[[int, CaseMove], list[list[Message]]]
 
 
-def _run(batch: Batch, name: str, plan: Plan, strategy: str) -> None:
+def _run(batch: CaseBatch, name: str, plan: Plan, strategy: str) -> None:
     for phase in batch.keep(name, lambda: _phases(batch, plan, strategy)):
         phase.run()
 
 
-def _phases(batch: Batch, plan: Plan, strategy: str) -> list[_Phase]:
+def _phases(batch: CaseBatch, plan: Plan, strategy: str) -> list[_Phase]:
     plans = [plan(index, move) for index, move in enumerate(batch.moves)]
     joined = [[message for phase in phases for message in phase] for phases in zip(*plans, strict=True)]
     return [_Phase(batch, messages, strategy, "none") for messages in joined if messages]
