@@ -2,7 +2,7 @@
 
 The layers and why they are these: docs/design.md. Imports inside functions and under TYPE_CHECKING count too.
 Exit status 1 for an import that goes up, a circle, a private name of another package, and a class name that
-stands twice in python/meshcast; also where there are more files, or longer chains of imports, than there were.
+stands twice in python/meshcast; also where there are more files, or longer chains of imports, than before.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ TOP = {"", "__main__", "_version", "_build_check", "_build_info"}
 # What a face loads only when somebody asks for it.
 LAZY = {"planning.plan": {"planning.text", "planning.draw", "planning.plan_json"}}
 # What the tree has come down to: it may become less, and these with it.
-MOST_FILES = 149
-LONGEST_CHAINS = {"pipelining": 19, "resharding": 10, "groups": 5, "elastic": 5, "transfers": 4}
+MOST_FILES = 148
+LONGEST_CHAINS = {"pipelining": 19, "resharding": 9, "groups": 5, "elastic": 5, "transfers": 4}
 HEADERS_OF_TORCH = ("torch/", "ATen/", "c10/", "cuda")
 
 

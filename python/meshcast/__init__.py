@@ -61,8 +61,7 @@ if TYPE_CHECKING:
     from .resharding.redistribute import enable_dtensor_redistribute
     from .resharding.reshard import reshard, reshard_, reshard_local, reshard_many
     from .resharding.resharder import Resharder
-    from .resharding.state_dict import reshard_state_dict
-    from .resharding.state_resharder import StateResharder
+    from .resharding.state_dict import StateResharder, reshard_state_dict
     from .resharding.state_run import ReshardedState
     from .resharding.tensor_map import TensorMap
     from .resharding.weight_side import WeightProgress, WeightStats
@@ -140,7 +139,7 @@ _HOME = {
     "Problem": "planning.plan",
     "ReshardedState": "resharding.state_run",
     "Resharder": "resharding.resharder",
-    "StateResharder": "resharding.state_resharder",
+    "StateResharder": "resharding.state_dict",
     "Task": "planning.plan",
     "TensorMap": "resharding.tensor_map",
     "TensorSpec": "spec",

@@ -29,6 +29,7 @@ from ..layout import Box, Layout
 from ..resharding.meshes import Gone
 from ..resharding.state_arguments import Given, checked_call
 from ..resharding.state_batches import Known
+from ..resharding.state_dict import Repeated, likeness
 from ..resharding.state_entries import OP as MOVE
 from ..resharding.state_entries import (
     carried,
@@ -41,7 +42,6 @@ from ..resharding.state_entries import (
     with_boxes,
 )
 from ..resharding.state_moves import Origin, Said
-from ..resharding.state_resharder import Repeated, likeness
 from ..resharding.state_run import Conversation, Memory, Prepared, ReshardedState, conversation, started
 from ..resharding.weight_side import Current, State
 from ..transfers.handle import Handle

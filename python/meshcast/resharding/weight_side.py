@@ -29,8 +29,8 @@ from ..groups.ready_barrier import Late, ReadyBarrier
 from ..groups.store import first_line, no_thread, store_failed, within
 from .state_arguments import Given
 from .state_batches import Batch
+from .state_dict import Repeated
 from .state_entries import OP
-from .state_resharder import Repeated
 from .state_run import Conversation, Memory, Prepared, ReshardedState, behind, own_stream
 
 __all__ = [

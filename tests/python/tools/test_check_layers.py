@@ -52,7 +52,8 @@ def test_class_names_and_private_names(monkeypatch: pytest.MonkeyPatch, tmp_path
         (tmp_path / folder).mkdir()
     (tmp_path / "base" / "a.py").write_text("from .b import _inner\nfrom os import _exit\nclass One: ...\n")
     (tmp_path / "groups" / "c.py").write_text(
-        "from .. import _C\nfrom ..base.a import _hidden\nfrom meshcast.base.b import _other\nclass One: ...\n"
+        "from .. import _C\nfrom ..base.a import _hidden\nfrom meshcast.base.b import _other\n"
+        "class One: ...\n"
     )
     monkeypatch.setattr(check_layers, "PACKAGE", tmp_path)
     assert check_layers.class_violations() == [
