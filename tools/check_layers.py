@@ -26,6 +26,7 @@ PYTHON_LAYERS = (
     ("transfers",),
     ("resharding",),
     ("backend", "pipelining"),
+    ("tuning",),
     ("elastic",),
     ("integrations",),
     ("bench", "pages"),
@@ -49,10 +50,14 @@ USE_C = {"base", "layout", "topology", "planning", "groups", "transfers", "backe
 # Used by the command line and `meshcast/__init__` alone: they hold the package together.
 TOP = {"", "__main__", "_version", "_build_check", "_build_info"}
 # What a face loads only when somebody asks for it.
-LAZY = {"planning.plan": {"planning.text", "planning.draw", "planning.plan_json"}}
+LAZY = {
+    "planning.plan": {"planning.text", "planning.draw", "planning.plan_json"},
+    "pipelining": {"tuning.auto", "tuning.candidates", "tuning.choose", "tuning.partition"},
+    "pipelining.schedules": {"tuning.auto"},
+}
 # What the tree has come down to: it may become less, and these with it.
-MOST_FILES = 148
-LONGEST_CHAINS = {"pipelining": 19, "resharding": 9, "groups": 5, "elastic": 5, "transfers": 4}
+MOST_FILES = 147
+LONGEST_CHAINS = {"pipelining": 15, "resharding": 9, "groups": 5, "elastic": 5, "transfers": 4}
 HEADERS_OF_TORCH = ("torch/", "ATen/", "c10/", "cuda")
 
 
@@ -75,7 +80,7 @@ def python_violations() -> list[str]:
         if module in TOP:
             continue
         layer = python_layer(module)
-        for other in sorted(imports):
+        for other in sorted(imports - LAZY.get(module, set())):
             below = python_layer(other)
             if other == "_C":
                 wrong = layer not in USE_C

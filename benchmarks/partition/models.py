@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from meshcast.pipelining import Layer, Value
-from meshcast.pipelining.partition import _called, measured_layers
+from meshcast.tuning.partition import _called, measured_layers
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -14,10 +14,10 @@ import torch
 from ..base import checks
 from ..errors import LayoutError
 from ..pipelining.checkpoint import WholeState
-from ..pipelining.partition_search import Layer
-from ..pipelining.recut import Recut, Wish, agreed_cut, all_well
 from ..pipelining.schedule import PipelineSchedule
 from ..topology import Topology
+from ..tuning.partition_search import Layer
+from ..tuning.recut import Recut, Wish, agreed_cut, all_well
 from .remesh import remesh
 
 __all__ = ["Rebalanced", "rebalance"]

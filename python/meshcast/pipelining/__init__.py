@@ -8,16 +8,22 @@ A schedule is data (`action`, `schedules`), made runnable by passes (`lower`, `v
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch.distributed.pipelining import SplitPoint, pipe_split
 
 from meshcast.pipelining import _backward, _utils, microbatch, schedules, stage  # noqa: F401
 from meshcast.pipelining.action import Action, ActionKind, ScheduleError, dump_csv, load_csv, lower
-from meshcast.pipelining.auto import ScheduleAuto, get_schedule_class
-from meshcast.pipelining.candidates import Candidate, Times
 from meshcast.pipelining.checkpoint import load, save
-from meshcast.pipelining.choose import Choice, choose
-from meshcast.pipelining.classes import (
+from meshcast.pipelining.compat import PipelineStageInfo, names_of_torch
+from meshcast.pipelining.edge import Edge
+from meshcast.pipelining.norms import GradScaler, clip_grad_norm_, grad_norm
+from meshcast.pipelining.recipe import validate
+from meshcast.pipelining.runtime import microbatch_seed
+from meshcast.pipelining.schedule import PipelineSchedule, ScheduleOptions
+from meshcast.pipelining.schedules import (
     MultiScheduleOptions,
+    PipelineActivationLiveness,
     PipelineScheduleMulti,
     PipelineScheduleSingle,
     Schedule1F1B,
@@ -32,18 +38,18 @@ from meshcast.pipelining.classes import (
     ScheduleZBV,
     ScheduleZBVZeroBubble,
     _ScheduleForwardOnly,  # noqa: F401  torch has it here
+    analyze_pipeline_activation_liveness,
+    get_schedule_class,
 )
-from meshcast.pipelining.compat import PipelineStageInfo, names_of_torch
-from meshcast.pipelining.edge import Edge
-from meshcast.pipelining.liveness import PipelineActivationLiveness, analyze_pipeline_activation_liveness
-from meshcast.pipelining.norms import GradScaler, clip_grad_norm_, grad_norm
-from meshcast.pipelining.partition import Layer, Partition, Value, partition
-from meshcast.pipelining.recipe import validate
-from meshcast.pipelining.runtime import microbatch_seed
-from meshcast.pipelining.schedule import PipelineSchedule, ScheduleOptions
 from meshcast.pipelining.simulate import SimulationReport, simulate
 from meshcast.pipelining.stage import Pipe, PipelineStage, build_stage, pipeline
 from meshcast.pipelining.trace import StageTimes
+
+if TYPE_CHECKING:
+    from meshcast.tuning.auto import ScheduleAuto
+    from meshcast.tuning.candidates import Candidate, Times
+    from meshcast.tuning.choose import Choice, choose
+    from meshcast.tuning.partition import Layer, Partition, Value, partition
 
 __all__ = [
     "Action",
@@ -100,4 +106,16 @@ __all__ = [
     "validate",
 ]
 
-__getattr__, __dir__ = names_of_torch("", globals())
+_TUNING = {
+    "Candidate": "tuning.candidates",
+    "Choice": "tuning.choose",
+    "Layer": "tuning.partition",
+    "Partition": "tuning.partition",
+    "ScheduleAuto": "tuning.auto",
+    "Times": "tuning.candidates",
+    "Value": "tuning.partition",
+    "choose": "tuning.choose",
+    "partition": "tuning.partition",
+}
+
+__getattr__, __dir__ = names_of_torch("", globals(), _TUNING)

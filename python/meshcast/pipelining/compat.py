@@ -184,19 +184,26 @@ class PipelineStageInfo:
 PipelineStageInfo = getattr(torch_stage, "PipelineStageInfo", PipelineStageInfo)  # type: ignore[misc]
 
 
-def names_of_torch(module: str, here: dict[str, Any]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def names_of_torch(
+    module: str, here: dict[str, Any], ours: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` of a module that has the names of torch.distributed.pipelining's module
     of that name ("" for the package), private ones included, but for those that it defines itself. here: its
-    globals."""
+    globals. ours: names of our own that are loaded when they are first used, with the modules below meshcast
+    that have them."""
     theirs = import_module(".".join(filter(None, ("torch.distributed.pipelining", module))))
+    homes = ours or {}
 
     def get(name: str) -> Any:
+        if name in homes:
+            here[name] = value = getattr(import_module(f"meshcast.{homes[name]}"), name)
+            return value
         try:
             return getattr(theirs, name)
         except AttributeError:
             raise AttributeError(f"module {here['__name__']!r} has no attribute {name!r}") from None
 
-    return get, lambda: sorted({*here, *dir(theirs)})
+    return get, lambda: sorted({*here, *homes, *dir(theirs)})
 
 
 def scales_without_loss(schedule: Any) -> bool:

@@ -19,9 +19,9 @@ from meshcast.pipelining import (
     simulate,
 )
 from meshcast.pipelining.action import ScheduleError
-from meshcast.pipelining.candidates import Candidate, Times, best_of, candidates, counts_to_try, times_at
-from meshcast.pipelining.choose import _together
 from meshcast.pipelining.compat import order_of_torch
+from meshcast.tuning.candidates import Candidate, Times, best_of, candidates, counts_to_try, times_at
+from meshcast.tuning.choose import _together
 from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 

@@ -8,7 +8,7 @@ import meshcast
 import pytest
 import torch
 from meshcast.pipelining import Layer, ScheduleError, Value, partition, simulate
-from meshcast.pipelining import partition_search as search
+from meshcast.tuning import partition_search as search
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 pytestmark = pytest.mark.timeout(120)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from meshcast.errors import LayoutError
 from meshcast.pipelining import ScheduleError, Value, partition
-from meshcast.pipelining.partition import measured_layers
+from meshcast.tuning.partition import measured_layers
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 

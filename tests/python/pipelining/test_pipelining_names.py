@@ -143,7 +143,7 @@ def test_arguments_of_later_releases(call: Any) -> None:
 
 def _options_of(call: Any) -> set[str]:
     """What ``**options`` takes."""
-    from meshcast.pipelining.classes import MultiScheduleOptions
+    from meshcast.pipelining.schedules import MultiScheduleOptions
 
     return set(MultiScheduleOptions.__annotations__) if inspect.isclass(call) else set()
 

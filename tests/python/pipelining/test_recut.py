@@ -9,7 +9,7 @@ import meshcast
 import pytest
 from meshcast.pipelining import Layer, simulate
 from meshcast.pipelining.recipe import Recipe
-from meshcast.pipelining.recut import Recut, RunningPipeline, better_cut
+from meshcast.tuning.recut import Recut, RunningPipeline, better_cut
 
 Cut = tuple[int, ...]
 MICROBATCHES = 6

@@ -16,18 +16,18 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ..layout import Layout
+from ..pipelining.action import Link, ScheduleError
+from ..pipelining.simulate import SimulationReport, simulate
 from ..planning.plan import plan_many
 from ..topology import Topology
-from .action import Link, ScheduleError
 from .candidates import Candidate, Times, candidates, ended
-from .simulate import SimulationReport, simulate
 
 __all__ = [
     "Cut",
     "Evaluator",
-    "Searched",
-    "PlannedJob",
     "Layer",
+    "PlannedJob",
+    "Searched",
     "StageCost",
     "Value",
     "even",

@@ -21,14 +21,14 @@ from .. import errors
 from ..base import checks
 from ..errors import AbortedError, LayoutError, MeshcastError
 from ..layout import Layout
+from ..pipelining.action import Actions, Costs
+from ..pipelining.simulate import simulate_actions
 from ..planning.plan import plan_many
 from ..topology import Topology
-from .action import Actions, Costs
 from .partition_search import Cut, Layer, search, uses_of
-from .simulate import simulate_actions
 
 if TYPE_CHECKING:
-    from .schedule import PipelineSchedule
+    from ..pipelining.schedule import PipelineSchedule
 
 __all__ = ["Recut", "RunningPipeline", "Wish", "agreed_cut", "all_well", "better_cut"]
 

@@ -10,16 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from ..base.checks import typed_arguments
 from ..errors import LayoutError, MeshcastError
-from .board import refusals_told
+from ..pipelining.board import refusals_told
+from ..pipelining.microbatch import Pieces
+from ..pipelining.schedule import PipelineSchedule, ScheduleOptions
+from ..pipelining.schedules import ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+from ..pipelining.stage import PipelineStage, check_kinds, group_of
 from .choose import Choice, ExampleBatch, listed_stages, search
-from .classes import CLASSES, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
-from .microbatch import Pieces
-from .schedule import PipelineSchedule, ScheduleOptions
-from .stage import PipelineStage, check_kinds, group_of
 
-__all__ = ["ScheduleAuto", "get_schedule_class"]
+__all__ = ["ScheduleAuto"]
 
 
 class ScheduleAuto(torch_schedules._PipelineSchedule):
@@ -201,23 +200,3 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
         if len(numbers) == 1:
             return ScheduleGPipe
         return ScheduleZBVZeroBubble if sum(numbers) == count - 1 else ScheduleInterleaved1F1B
-
-
-@typed_arguments()
-def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
-    """The class of a schedule, in any case, with or without "Schedule" before its name. "auto":
-    `ScheduleAuto`, which chooses at its first step.
-
-    Raises LayoutError, which is a ValueError, that lists the names there are.
-
-    Example::
-
-        from meshcast.pipelining import ScheduleEager1F1B, get_schedule_class
-
-        assert get_schedule_class("eager1f1b") is get_schedule_class("ScheduleEager1F1B") is ScheduleEager1F1B
-    """
-    found: dict[str, Any] = {name.lower(): cls for name, cls in {**CLASSES, "auto": ScheduleAuto}.items()}
-    wanted = schedule_name.lower()
-    if wanted.removeprefix("schedule") in found:
-        return found[wanted.removeprefix("schedule")]
-    raise LayoutError(f"there is no schedule {schedule_name!r}; choose one of {', '.join(CLASSES)}, auto")

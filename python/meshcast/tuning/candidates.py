@@ -22,15 +22,15 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from ._backward import children_first, saved_values
-from .action import Action, ActionKind, Actions, Costs, Link, ScheduleError, link_of, lower
-from .classes import PipelineScheduleMulti
-from .compat import order_of_torch, torch_order
-from .inference import local_values
-from .microbatch import Pieces
-from .orders import build
-from .simulate import SimulationReport, resolve_warmup, simulate_actions
-from .stage import PipelineStage
+from ..pipelining._backward import children_first, saved_values
+from ..pipelining.action import Action, ActionKind, Actions, Costs, Link, ScheduleError, link_of, lower
+from ..pipelining.compat import order_of_torch, torch_order
+from ..pipelining.inference import local_values
+from ..pipelining.microbatch import Pieces
+from ..pipelining.orders import build
+from ..pipelining.schedules import PipelineScheduleMulti
+from ..pipelining.simulate import SimulationReport, resolve_warmup, simulate_actions
+from ..pipelining.stage import PipelineStage
 
 __all__ = [
     "Candidate",

@@ -26,15 +26,15 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..base.checks import shown, typed_arguments
 from ..errors import LayoutError
+from ..pipelining.action import Link, ScheduleError
+from ..pipelining.orders import spec_of
+from ..pipelining.schedule import PipelineSchedule
+from ..pipelining.schedules import CLASSES
+from ..pipelining.simulate import SimulationReport
+from ..pipelining.stage import PipelineStage
 from ..topology import Topology
-from .action import Link, ScheduleError
 from .candidates import Candidate, best_of, kept_bytes
-from .classes import CLASSES
-from .orders import spec_of
 from .partition_search import Cut, Evaluator, Layer, PlannedJob, Value, even, search, uses_of
-from .schedule import PipelineSchedule
-from .simulate import SimulationReport
-from .stage import PipelineStage
 
 __all__ = ["Layer", "Partition", "Value", "measured_layers", "partition"]
 

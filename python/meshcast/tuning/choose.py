@@ -14,16 +14,16 @@ import torch.distributed as dist
 from ..base.checks import shown, typed_arguments
 from ..errors import AbortedError, LayoutError
 from ..groups.parent import parent_group, seconds
-from .action import Link, ScheduleError, chain
-from .board import PipelineBoard, refusals_told
+from ..pipelining.action import Link, ScheduleError, chain
+from ..pipelining.board import PipelineBoard, refusals_told
+from ..pipelining.edge import links_of
+from ..pipelining.microbatch import Pieces, cut
+from ..pipelining.schedule import PipelineSchedule
+from ..pipelining.schedules import CLASSES, PipelineScheduleMulti
+from ..pipelining.stage import PipelineStage, check_kinds, current, group_of
 from .candidates import Candidate, Measured, Times, as_before, best_of, candidates, counts_to_try, measured
-from .classes import CLASSES, PipelineScheduleMulti
-from .edge import links_of
-from .microbatch import Pieces, cut
-from .schedule import PipelineSchedule
-from .stage import PipelineStage, check_kinds, current, group_of
 
-__all__ = ["ExampleBatch", "Choice", "choose", "listed_stages", "search"]
+__all__ = ["Choice", "ExampleBatch", "choose", "listed_stages", "search"]
 
 
 _SHOWN = 12  # rows of the table: the fastest, and the fastest of each schedule that is not among them
