@@ -54,16 +54,24 @@ __all__ = [
     "Version",
     "Watch",
     "beat_key",
+    "broken_key",
     "call_key",
     "connect",
     "done_key",
     "ended_key",
     "found",
+    "gone_key",
+    "hello_key",
+    "order_key",
+    "parts_of",
+    "ready_key",
+    "serve",
+    "start_key",
+    "tell",
+    "version_key",
+    "welcome_key",
+    "worker_name",
 ]
-
-
-__all__ += ["broken_key", "gone_key", "parts_of", "ready_key", "serve", "start_key", "tell", "version_key"]
-__all__ += ["worker_name"]
 
 HOST = "127.0.0.1"
 _LIMIT = timedelta(seconds=300)
@@ -163,8 +171,6 @@ def connect(port: int, host: str = HOST, limit: timedelta = _LIMIT) -> dist.TCPS
     """limit: for the store to be there."""
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
 
-
-__all__ += ["hello_key", "order_key", "welcome_key"]
 
 HOSTS = "elastic/hosts"  # how many have come; the next one's number
 
