@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from gpt.config import ModelConfig
@@ -56,11 +57,11 @@ class Trained:
         self.optimizer.step()
         return time.perf_counter() - begin
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         weights, moments = get_state_dict(self.module, self.optimizer, options=FLAT)
         return {**weights, **moments}
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """state: has what this rank needs, and may have more."""
         weights = {name: state[name] for name in self.module.state_dict()}
         moments = {name: x for name, x in state.items() if name.startswith(OF_OPTIMIZER)}

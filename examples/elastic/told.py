@@ -40,9 +40,9 @@ class Teller:
             said = f"loss {loss:.4f} on {place['ranks']} ranks, process {os.getpid()} is rank 0"
             print(f"step {step + 1}: {said}", flush=True)
         if self.file is not None:
-            said = {"step": step, "loss": loss, **place, "part": training.part, "time": time.time()}
-            said |= {"seconds": now - begin, "agreeing": agreed - self.ready}
-            print(json.dumps(said), file=self.file, flush=True)
+            row = {"step": step, "loss": loss, **place, "part": training.part, "time": time.time()}
+            row |= {"seconds": now - begin, "agreeing": agreed - self.ready}
+            print(json.dumps(row), file=self.file, flush=True)
 
     def is_ready(self) -> None:
         """This rank's gradients are complete."""

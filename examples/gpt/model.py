@@ -7,6 +7,7 @@ alone: any cut into stages and any number of ranks starts from the same weights.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ class Head(nn.Module):
 class GPTStage(nn.Module):
     """Consecutive layers of the model; the first stage also embeds, the last one also projects to logits."""
 
-    block: Callable[[ModelConfig], nn.Module] = Block  # one layer
+    block: Callable[[Any], nn.Module] = Block  # one layer, of its own kind of config
 
     def __init__(self, config: ModelConfig, layers: range, seed: int) -> None:
         super().__init__()

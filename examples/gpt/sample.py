@@ -41,7 +41,7 @@ def load(root: Path) -> nn.Module:
 def continue_text(model: nn.Module, prompt: bytes, length: int, temperature: float, seed: int) -> bytes:
     """`length` more bytes, each drawn from the model's distribution after the ones before. A model has a
     window: it sees the last bytes only. Temperature 0 takes the likeliest."""
-    window = model.embedding.positions.num_embeddings
+    window = len(model.get_parameter("embedding.positions.weight"))
     generator = generator_for(seed, "sample")
     text = torch.tensor(list(prompt))
     for _ in range(length):

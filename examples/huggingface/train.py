@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=1e-3)
     reports = dist.get_rank() == starts[-1]
     single = job.make_model() if reports else None
-    single_optimizer = torch.optim.AdamW(single.parameters(), lr=1e-3) if reports else None
+    single_optimizer = None if single is None else torch.optim.AdamW(single.parameters(), lr=1e-3)
     worst = 0.0
     for step in range(args.steps):
         inputs, targets = job.batch(step, args.batch)

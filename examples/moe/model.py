@@ -5,6 +5,9 @@ have spread its tokens. It is of one sequence alone (as the sequence-wise balanc
 section 2.1.2), so it does not depend on the micro-batch, nor on the rank that the sequence is on.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from gpt.model import Attention, GPTStage
 from gpt.model import loss_fn as token_loss
@@ -79,7 +82,7 @@ class MoEStage(GPTStage):
     """Consecutive layers. Takes and returns the hidden state and the sum of `imbalance` over the layers so
     far; the first stage takes tokens, the last one returns logits and the sum."""
 
-    block = MoEBlock
+    block: Callable[[Any], nn.Module] = MoEBlock
 
     def forward(self, x: Tensor, imbalance: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         if self.embedding is not None:

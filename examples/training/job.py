@@ -31,9 +31,16 @@ class Samples(Protocol):
 class Job(Protocol):
     """A model of a size, cut into stages by consecutive layers, and its data."""
 
-    name: str
-    unit: str  # what throughput counts: "tokens"
-    loss_unit: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def unit(self) -> str:
+        """What throughput counts: "tokens"."""
+        ...
+
+    @property
+    def loss_unit(self) -> str: ...
 
     @property
     def layers(self) -> int:

@@ -569,7 +569,7 @@ def _placed(spans: Mapping[Any, Span]) -> dict[Any, int]:
 
 
 @typed_arguments()
-def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
+def get_schedule_class(schedule_name: str) -> type[Any]:
     """The class of a schedule, in any case, with or without "Schedule" before its name. "auto":
     `ScheduleAuto`, which chooses at its first step.
 
