@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from meshcast.bench.methods import METHODS, ours
+from meshcast.bench.methods import METHODS, OUR_METHODS
 from meshcast.bench.report import calibration_text, problems, ratio, remarks, spread, table
 
 from . import chart, planner
@@ -26,7 +26,7 @@ _RESULTS = {
     "other_cases": "Other cases",
     "scaling": "Scaling",
 }
-_OWN = [method.name for method in ours.METHODS]
+_OWN = [method.name for method in OUR_METHODS]
 _PAGE = _FOLDER / "README.md"
 _README = _ROOT / "README.md"
 _PICTURE = _ROOT / "docs" / "images" / "benchmarks.svg"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from meshcast import Layout, WeightSync
-from meshcast.bench.methods.published import METHODS
+from meshcast.bench.methods import PUBLISHED_METHODS
 from meshcast.bench.move import CaseBatch, CaseMove
 
 from .models import DTYPE, SERVERS, TRAINERS, Weights
@@ -89,7 +89,7 @@ class Published(Placed):
 
     def __init__(self, weights: Weights, topology: Any, name: str) -> None:
         super().__init__(weights)
-        (self._method,) = (method for method in METHODS if method.name == name)
+        (self._method,) = (method for method in PUBLISHED_METHODS if method.name == name)
         layouts: list[Any] = [weights.described()]
         dist.broadcast_object_list(layouts, TRAINERS[0])
         held, placed = (

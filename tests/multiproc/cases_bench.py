@@ -11,12 +11,10 @@ import meshcast
 import torch
 import torch.distributed as dist
 from meshcast.bench import cases
-from meshcast.bench.cases.case import Case, Tensor
-from meshcast.bench.groups import Groups
+from meshcast.bench.cases import Case, Tensor
 from meshcast.bench.measure import Runner, choose, measure
-from meshcast.bench.methods import METHODS, Method
-from meshcast.bench.methods.ours import BALANCES
-from meshcast.bench.move import CaseBatch
+from meshcast.bench.methods import BALANCES, METHODS, Method
+from meshcast.bench.move import CaseBatch, Groups
 from meshcast.layout import Layout
 from multiproc.threads import thread_names
 from torch.distributed.tensor import Partial, Replicate, Shard

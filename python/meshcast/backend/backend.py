@@ -35,8 +35,7 @@ def _create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
     backend.
     """
     from .. import _C
-    from .inner_nccl import InnerNccl
-    from .options import split
+    from .inner_nccl import InnerNccl, split
     from .point_to_point import Broadcasts, announce, settle
 
     store, rank, size, timeout = group.store, group.group_rank, group.group_size, group.timeout

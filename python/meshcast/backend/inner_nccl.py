@@ -1,11 +1,14 @@
 """InnerNccl: the ProcessGroupNCCL inside a group of backend "meshcast", made when a tensor on a GPU first
-needs it. It is torch's own, made by torch's Python: nothing here is compiled against CUDA."""
+needs it. It is torch's own, made by torch's Python: nothing here is compiled against CUDA.
+
+pg_options of backend "meshcast": those of its inner backends, gloo on the CPU and NCCL on GPUs.
+"""
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +17,45 @@ import torch.distributed as dist
 
 from ..errors import LayoutError, MeshcastError
 
-__all__ = ["InnerNccl", "nccl_obstacle"]
+__all__ = ["InnerNccl", "nccl_obstacle", "split"]
+
+
+def split(options: Any) -> tuple[Any, Any]:
+    """pg_options as options for gloo and for NCCL, each None for torch's defaults. Takes those of either, or
+    a dict of both by device type, {"cpu": ..., "cuda": ...}. Raises LayoutError for anything else."""
+    if options is None:
+        return None, None
+    if isinstance(options, Mapping):
+        by_device = dict(options)
+    else:
+        by_device = {
+            next((device for device in _KINDS if isinstance(options, _class_of(device))), ""): options
+        }
+    for device, given in by_device.items():
+        if device not in _KINDS or not (given is None or isinstance(given, _class_of(device))):
+            raise LayoutError(
+                f"pg_options: expected {' or '.join(_KINDS.values())}, or a dict of them by device type, "
+                f'{{"cpu": ..., "cuda": ...}}; found {_described(options)}',
+                op="init_process_group",
+            )
+    return by_device.get("cpu"), by_device.get("cuda")
+
+
+_KINDS = {"cpu": "ProcessGroupGloo.Options", "cuda": "ProcessGroupNCCL.Options (where torch has NCCL)"}
+
+
+def _class_of(device: str) -> type | tuple[()]:
+    """The empty tuple, of which nothing is an instance, where torch was built without that backend."""
+    if device == "cpu":
+        return dist.ProcessGroupGloo._Options  # type: ignore[attr-defined]
+    return dist.ProcessGroupNCCL.Options if dist.is_nccl_available() else ()
+
+
+def _described(options: Any) -> str:
+    if isinstance(options, Mapping):
+        entries = (f"{key!r}: {type(value).__name__}" for key, value in options.items())
+        return f"{{{', '.join(entries)}}}"
+    return f"{type(options).__module__}.{type(options).__qualname__}"
 
 
 class InnerNccl:

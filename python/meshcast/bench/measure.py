@@ -13,9 +13,8 @@ import torch.distributed as dist
 from meshcast.topology import Topology
 
 from .cases import Case, Tensor
-from .groups import Groups
 from .methods import METHODS
-from .move import Box, CaseBatch, CaseMove
+from .move import Box, CaseBatch, CaseMove, Groups
 from .report import OURS
 
 SLOW = 3.0  # times the bound: more repeats would only tell the same again

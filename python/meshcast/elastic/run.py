@@ -24,8 +24,7 @@ from torch.distributed.elastic.rendezvous.utils import (
 )
 from torch.distributed.run import determine_local_world_size, get_args_parser
 
-from .agent import Agent, Config
-from .follower import Follower
+from .agent import Agent, Config, Follower
 from .rendezvous import JobGoneError
 
 __all__ = ["main", "parser", "read", "run"]

@@ -46,9 +46,8 @@ from meshcast.pipelining.stage import Pipe, PipelineStage, build_stage, pipeline
 from meshcast.pipelining.trace import StageTimes
 
 if TYPE_CHECKING:
-    from meshcast.tuning.auto import ScheduleAuto
     from meshcast.tuning.candidates import Candidate, Times
-    from meshcast.tuning.choose import Choice, choose
+    from meshcast.tuning.choose import Choice, ScheduleAuto, choose
     from meshcast.tuning.partition import Layer, Partition, Value, partition
 
 __all__ = [
@@ -111,7 +110,7 @@ _TUNING = {
     "Choice": "tuning.choose",
     "Layer": "tuning.partition",
     "Partition": "tuning.partition",
-    "ScheduleAuto": "tuning.auto",
+    "ScheduleAuto": "tuning.choose",
     "Times": "tuning.candidates",
     "Value": "tuning.partition",
     "choose": "tuning.choose",

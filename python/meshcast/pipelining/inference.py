@@ -27,7 +27,7 @@ from ..base.observe import calls_begun
 from ..errors import LayoutError
 from ..layout import Layout
 from .compat import mesh_layout
-from .layouts import fsdp_groups, fsdp_parts
+from .parallel import fsdp_groups, fsdp_parts
 
 __all__ = [
     "Collectives",

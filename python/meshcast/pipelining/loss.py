@@ -13,8 +13,8 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.utils._pytree import tree_flatten
 
 from meshcast.errors import LayoutError
-from meshcast.pipelining.gradients import GradientScale
 from meshcast.pipelining.inference import local_values
+from meshcast.pipelining.parallel import GradientScale
 from meshcast.pipelining.stage import PipelineStage
 
 __all__ = ["Sharding", "StepLoss", "microbatch_weights", "part_of"]

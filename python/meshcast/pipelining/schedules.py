@@ -38,7 +38,7 @@ from .schedule import PipelineSchedule, ScheduleOptions, StepCall
 from .stage import PipelineStage, check_kinds, group_of
 
 if TYPE_CHECKING:
-    from ..tuning.auto import ScheduleAuto
+    from ..tuning.choose import ScheduleAuto
 
 __all__ = [
     "CLASSES",
@@ -590,4 +590,4 @@ def get_schedule_class(schedule_name: str) -> type[Any]:
     raise LayoutError(f"there is no schedule {schedule_name!r}; choose one of {', '.join(CLASSES)}, auto")
 
 
-__getattr__, __dir__ = names_of_torch("schedules", globals(), {"ScheduleAuto": "tuning.auto"})
+__getattr__, __dir__ = names_of_torch("schedules", globals(), {"ScheduleAuto": "tuning.choose"})

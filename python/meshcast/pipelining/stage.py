@@ -31,7 +31,6 @@ from ..transfers.transfer import DEFAULT_OPTIONS, PersistentTransfer, PlanOption
 from .board import refusals_told
 from .compat import PipelineStageInfo, init_stage, names_of_torch
 from .edge import Edge, check_edges
-from .gradients import average_gradients, sum_gradients
 from .inference import (
     DataUse,
     Inferred,
@@ -45,18 +44,20 @@ from .inference import (
     outputs_on_fakes,
     rows_of,
 )
-from .layouts import (
+from .orders import check_size
+from .parallel import (
     Placements,
     ValuePlacements,
+    average_gradients,
     fsdp_groups,
     fsdp_parts,
     look_through,
     numbered_dims,
     shared_parameters_of,
     stage_mesh,
+    sum_gradients,
 )
-from .layouts import data_dims as split_dims
-from .orders import check_size
+from .parallel import data_dims as split_dims
 from .stage_compute import StageCompute
 
 __all__ = [

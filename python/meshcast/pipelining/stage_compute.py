@@ -21,7 +21,6 @@ from ..base.checks import shown
 from ..errors import LayoutError, MeshcastError
 from ._backward import SplitBackward, hooks_made, own_functions
 from .compat import PipelineStageInfo, mesh_of
-from .gradients import GradientScale, kept_apart, multiplied
 from .inference import (
     Collectives,
     SentDTensor,
@@ -32,13 +31,16 @@ from .inference import (
     without_stand_in,
     writes_on_input,
 )
-from .layouts import (
+from .parallel import (
+    GradientScale,
     LastBackward,
     Placements,
     StageMesh,
     ValuePlacements,
     fsdp_parts,
     gradient_placements,
+    kept_apart,
+    multiplied,
     trained_leaves,
 )
 

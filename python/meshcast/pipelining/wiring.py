@@ -29,7 +29,7 @@ from .action import Link
 from .board import PipelineBoard, Refused
 from .edge import Bundle, Delivery, Edge, bundles, check_edges, links_of, returns
 from .inference import DataUse, Inferred, LocalValue, SentDTensor, Way, global_shape, with_empty
-from .layouts import gradient_placements
+from .parallel import gradient_placements
 from .stage import PipelineStage, make_transfer
 from .table import SharedGradients, StageTable
 

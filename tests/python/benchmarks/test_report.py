@@ -11,8 +11,7 @@ import pytest
 from meshcast import Layout
 from meshcast.bench import report
 from meshcast.bench.calibrate import Links
-from meshcast.bench.cases import find
-from meshcast.bench.cases.case import CaseSetting
+from meshcast.bench.cases import CaseSetting, find
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))

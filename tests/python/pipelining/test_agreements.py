@@ -10,8 +10,8 @@ from meshcast.base import forks
 from meshcast.errors import LayoutError
 from meshcast.layout import Layout
 from meshcast.pipelining.inference import Inferred, LocalValue, infer_outputs, stand_ins, with_empty
-from meshcast.pipelining.layouts import StageMesh, gradient_placements, numbered_dims
 from meshcast.pipelining.microbatch import cut
+from meshcast.pipelining.parallel import StageMesh, gradient_placements, numbered_dims
 from meshcast.pipelining.varying import agree_on_step
 from torch import nn
 from torch.distributed.pipelining.microbatch import TensorChunkSpec

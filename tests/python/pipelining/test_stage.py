@@ -25,7 +25,7 @@ from meshcast.pipelining import (
 )
 from meshcast.pipelining.action import ScheduleError
 from meshcast.pipelining.inference import LocalValue, global_shape, infer_outputs
-from meshcast.pipelining.layouts import (
+from meshcast.pipelining.parallel import (
     StageMesh,
     ValuePlacements,
     data_dims,

@@ -1,14 +1,152 @@
-"""The cases of the benchmarks, kind by kind."""
+"""The cases that are measured. Every process builds the same list."""
 
 from __future__ import annotations
 
-from typing import Any
+import random
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, NamedTuple
 
+import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from meshcast.layout import Layout
+from ..layout import Layout
+from ..planning.plan import Plan, plan, plan_many
+from ..topology import Topology
 
-from .case import RANKS_PER_HOST, Case, CaseSetting, Tensor
+__all__ = ["CASES", "Case", "CaseSetting", "RANKS_PER_HOST", "Tensor", "find"]
+
+
+RANKS_PER_HOST = 4
+
+
+class Tensor(NamedTuple):
+    """An int32 tensor that moves from one layout to another."""
+
+    shape: tuple[int, ...]
+    src: Layout
+    dst: Layout
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * prod(self.shape)
+
+
+@dataclass(frozen=True)
+class CaseSetting:
+    """The hosts of a case; cases of one setting share a cluster. rates: of the links of each host, as parts
+    of the rate that the run was given; hosts beyond have 1. own_cores: each host keeps to its part of the
+    cores; not where one host alone has work to do."""
+
+    ranks_per_host: int = RANKS_PER_HOST
+    nics: int = 1
+    rates: tuple[float, ...] = ()
+    own_cores: bool = True
+
+    def mbit(self, rate: float, hosts: int) -> list[float]:
+        """Mbit/s of each host's links."""
+        parts = (*self.rates, *[1.0] * hosts)[:hosts]
+        return [rate * part for part in parts]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One reshard; rank r is on host r // setting.ranks_per_host."""
+
+    name: str
+    group: str  # the table it belongs to
+    shape: tuple[int, ...]
+    src: Layout
+    dst: Layout
+    notation: str  # both layouts as people write them
+    fixed: bool = False  # the size is the point: it is not scaled
+    more: tuple[Tensor, ...] = ()  # tensors beside the first, moved as one
+    setting: CaseSetting = field(default=CaseSetting())
+    least_repeats: int = 0  # short ones need more than others
+    methods: tuple[str, ...] = ()  # the only ones that it is for; empty: all
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (Tensor(self.shape, self.src, self.dst), *self.more)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of all meshes, ascending."""
+        return sorted({rank for tensor in self.tensors for rank in (*tensor.src.ranks, *tensor.dst.ranks)})
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts of setting.ranks_per_host ranks that it takes."""
+        return self.ranks[-1] // self.setting.ranks_per_host + 1
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def plan(self, topology: Topology, strategy: str = "auto") -> Plan:
+        problems = [(tensor.shape, torch.int32, tensor.src, tensor.dst) for tensor in self.tensors]
+        return plan_many(problems, topology, strategy)
+
+    def scaled(self, topology: Topology, seconds: float) -> Case:
+        """The case with its largest dimension cut so that the lower bound is about `seconds`.
+
+        The layouts stay, so the unit tasks stay the same parts of the whole. Boxes keep at least 4 elements
+        of the dimension that is cut.
+        """
+        if self.fixed:
+            return self
+        bound = self.plan(topology).lower_bound
+        if bound <= seconds:
+            return self
+        dim = max(range(len(self.shape)), key=lambda d: (self.shape[d], d))
+        least = 4 * max(len(self.src.ranks), len(self.dst.ranks))
+        size = max(round(self.shape[dim] * seconds / bound), least)
+        shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
+        return self if size >= self.shape[dim] else replace(self, shape=shape).scaled(topology, seconds)
+
+
+_HOSTS = 5
+_SEED = 2211_05322
+
+
+def _layout(rng: random.Random, ranks: list[int], ndim: int) -> Layout:
+    """Ranks in a mesh of one to three dimensions, each of which shards a tensor dimension or replicates."""
+    shape = [len(ranks)]
+    for _ in range(rng.randrange(3)):
+        divisors = [n for n in range(2, shape[-1]) if shape[-1] % n == 0]
+        if divisors:
+            n = rng.choice(divisors)
+            shape[-1:] = [n, shape[-1] // n]
+    placements = [Replicate() if rng.random() < 0.35 else Shard(rng.randrange(ndim)) for _ in shape]
+    mesh: list = ranks
+    for n in reversed(shape[1:]):
+        mesh = [mesh[i : i + n] for i in range(0, len(mesh), n)]
+    return Layout(mesh, placements)
+
+
+def _case(number: int, group: str) -> Case:
+    rng = random.Random(_SEED + number)
+    ndim = rng.randint(1, 3)
+    while True:
+        size = rng.choice([2, 3, 4, 5, 6, 7, 8, 12])
+        other = rng.choice([2, 3, 4, 5, 6, 7, 8, 12])
+        world = list(range(_HOSTS * RANKS_PER_HOST))
+        rng.shuffle(world)
+        if rng.random() < 0.5:  # in order, as jobs are mostly laid out
+            world.sort()
+        overlap = rng.choice([0, 0, 0, 1, 2])
+        first, second = world[:size], world[size - min(overlap, size) :][:other]
+        src, dst = _layout(rng, first, ndim), _layout(rng, second, ndim)
+        shape = {1: (1 << 28,), 2: (1 << 14, 1 << 14), 3: (1000, 700, 380)}[ndim]
+        notation = f"{src!r} to {dst!r}".replace("Layout", "")
+        case = Case(f"random {number}", group, shape, src, dst, notation)
+        traffic = plan((64,) * ndim, torch.int32, src, dst, Topology.uniform(RANKS_PER_HOST, 1))
+        if any(traffic.nic_bytes(host)[0] for host in range(case.hosts)):
+            return case
+
+
+RANDOM_LAYOUTS = [_case(number, "random-tuned" if number < 60 else "random") for number in range(80)]
+
 
 _CUBE = (1024, 1024, 512)
 _UNEVEN = (1000, 700, 380)
@@ -189,3 +327,23 @@ IN_HOST = [
         ("one rank to three", "1:RR", "3@1:RR"),
     ]
 ]
+
+
+CASES: list[Case] = [
+    *N_TO_M, *ONE_TO_M, *RANDOM_LAYOUTS, *ODD, *PARTIAL, *NICS,
+    *UNEQUAL, *STATE_DICT, *SMALL, *SIZES, *BACKEND, *SCALING,
+    *IN_HOST,
+]  # fmt: skip
+
+
+def find(names: list[str]) -> list[Case]:
+    """Cases by name, or by group name (all of the group). Raises ValueError naming what is known."""
+    chosen: list[Case] = []
+    for name in names:
+        found = [case for case in CASES if name in (case.name, case.group)]
+        if not found:
+            groups = sorted({case.group for case in CASES})
+            raise ValueError(f"unknown case {name!r}; known are {', '.join(case.name for case in CASES)}, "
+                             f"and the groups {', '.join(groups)}")  # fmt: skip
+        chosen += [case for case in found if case not in chosen]
+    return chosen
