@@ -28,7 +28,7 @@ class HybridTraining(Trained):
         """Loss of the whole batch."""
         ranks, rank = dist.get_world_size(), dist.get_rank()
         inputs, targets = (each.tensor_split(ranks)[rank] for each in self.batch(step))
-        # FSDP takes the mean over ranks; ranks may have unlike numbers of samples.
+        # FSDP takes the mean over ranks; ranks may have different numbers of samples.
         share = len(inputs) * ranks / self.task.batch
         loss = loss_fn(self.module(inputs), targets) * share
         loss.backward()

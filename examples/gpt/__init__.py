@@ -1,1 +1,1 @@
-"""A decoder-only GPT trained over pipeline stages that live on unlike device meshes."""
+"""A decoder-only GPT trained over pipeline stages that live on different device meshes."""

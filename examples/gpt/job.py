@@ -93,7 +93,7 @@ class GptJob:
 class GptJobType:
     """The command line of the GPT."""
 
-    title = "Train a GPT over pipeline stages on unlike device meshes."
+    title = "Train a GPT over pipeline stages on different device meshes."
     example = "torchrun --standalone --nproc-per-node 5 examples/gpt/train.py --stages 2,3"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Train a GPT over pipeline stages on unlike device meshes.
+"""Train a GPT over pipeline stages on different device meshes.
 
 torchrun --standalone --nproc-per-node 5 examples/gpt/train.py --model tiny --stages 2,3 --schedule 1F1B
 """

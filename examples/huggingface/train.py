@@ -1,4 +1,4 @@
-"""Trains a GPT-2 of transformers or a U-Net of diffusers in stages on unlike meshes, and compares with one
+"""Trains a GPT-2 of transformers or a U-Net of diffusers in stages on different meshes, and compares with one
 process.
 
 torchrun --standalone --nproc-per-node 3 examples/huggingface/train.py gpt2 --stages 1,2
@@ -26,7 +26,7 @@ MOST_STAGES = 4  # a GPT-2 here has as many blocks
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Options; stages as a list of ranks. Raises ConfigError on a combination that cannot run."""
-    parser = Parser(description="Trains a Hugging Face model in stages on unlike meshes.")
+    parser = Parser(description="Trains a Hugging Face model in stages on different meshes.")
     parser.add_argument("model", metavar="MODEL", help="gpt2 or unet")
     parser.add_argument("--stages", default="1,2", metavar="N,N", help="ranks of every stage (%(default)s)")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="(%(default)s)")

@@ -43,7 +43,7 @@ class MoEJob(GptJob):
 class MoEJobType(GptJobType):
     """The command line of the GPT, and its experts."""
 
-    title = "Train a GPT with experts over pipeline stages on unlike device meshes."
+    title = "Train a GPT with experts over pipeline stages on different device meshes."
     example = "torchrun --standalone --nproc-per-node 5 examples/moe/train.py --stages 2,3"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

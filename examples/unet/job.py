@@ -84,7 +84,7 @@ class UNetJob:
 class UNetJobType:
     """The command line of the U-Transformer."""
 
-    title = "Train a U-Transformer over pipeline stages on unlike device meshes."
+    title = "Train a U-Transformer over pipeline stages on different device meshes."
     example = "torchrun --standalone --nproc-per-node 5 examples/unet/train.py --stages 2,3"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Train a U-Transformer over pipeline stages on unlike device meshes.
+"""Train a U-Transformer over pipeline stages on different device meshes.
 
 torchrun --standalone --nproc-per-node 5 examples/unet/train.py --model tiny --stages 2,3 --schedule Eager1F1B
 """

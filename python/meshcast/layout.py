@@ -120,7 +120,7 @@ class Layout:
 
         Raises:
             LayoutError: naming the rank and the box: overlaps inside a rank, bounds that are no (lo, hi),
-                unlike numbers of dimensions; and, once a shape is known, a box outside of it.
+                different numbers of dimensions; and, once a shape is known, a box outside of it.
 
         Example: rows of 4 query heads and 2 key heads of size 8, fused, over two ranks::
 

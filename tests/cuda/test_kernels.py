@@ -122,7 +122,7 @@ def test_wrong_devices_and_types_are_refused() -> None:
     here = torch.zeros(4, device="cuda")
     with pytest.raises(LayoutError, match="one device"):
         kernels.copy([(torch.zeros(4), here)])
-    with pytest.raises(LayoutError, match="unlike sizes"):
+    with pytest.raises(LayoutError, match="different sizes"):
         kernels.copy([(here.double(), here)])
     with pytest.raises(LayoutError, match="reduce: one of"):
         kernels.reduce([(here, here.to(torch.float8_e5m2))], "sum")

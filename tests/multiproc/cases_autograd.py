@@ -22,7 +22,7 @@ _meshes: list[DeviceMesh] = []
 
 
 def meshes() -> tuple[DeviceMesh, DeviceMesh]:
-    """Ranks 0, 1 and ranks 1, 2, 3: overlapping, of unlike size. Built once, by all ranks."""
+    """Ranks 0, 1 and ranks 1, 2, 3: overlapping, of different size. Built once, by all ranks."""
     if not _meshes:
         _meshes.extend([DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2, 3])])
     return _meshes[0], _meshes[1]

@@ -228,7 +228,7 @@ def a_lost_rank(context) -> dict:
     return {"error": found, "elapsed": elapsed, "destroyed": time.monotonic() - begin}
 
 
-# torch's checks let no rank go on before all have called, and find unlike lengths and lost ranks themselves.
+# torch's checks let no rank go on before all have called, and find other lengths and lost ranks themselves.
 UNCHECKED = [a_late_rank_holds_up_no_call, unlike_lengths_are_refused, a_lost_rank]
 CHECKED = [
     every_root_and_dtype,

@@ -126,7 +126,7 @@ def equal_calls(context) -> None:
 
 
 def whole_graph(context) -> None:
-    """meshcast.reshard inside a compiled function, there and back, between meshes of unlike shape."""
+    """meshcast.reshard inside a compiled function, there and back, between meshes of different shape."""
     meshes()
     line, column = _meshes[2:]
 

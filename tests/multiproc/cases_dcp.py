@@ -130,7 +130,7 @@ def several_chunks_of_a_rank(context) -> None:
     from torch.distributed._shard.sharded_tensor import ShardedTensor
 
     full, rank = torch.arange(48.0).reshape(8, 6), context.rank
-    # Rank 0 has rows 0 to 1 and 4 to 7; rank 1 rows 2 to 3; ranks 3 and 4 want columns in unlike pieces.
+    # Rank 0 has rows 0 to 1 and 4 to 7; rank 1 rows 2 to 3; ranks 3 and 4 want columns in different pieces.
     rows = [(0, 0, 2), (4, 0, 4), (2, 1, 2)]
     held = [ShardMetadata([at, 0], [size, 6], f"rank:{owner}/cpu") for at, owner, size in rows]
     wanted = [((0, 0), (3, 6), 3), ((3, 0), (5, 2), 4), ((3, 2), (5, 4), 3)]

@@ -39,7 +39,7 @@ def raises(kind: type[Exception], text: str, function) -> None:
 
 
 def batch(rank: int, seed: int):
-    """Eleven tensors of unlike shapes (empty ones too), dtypes, source meshes and layouts."""
+    """Eleven tensors of different shapes (empty ones too), dtypes, source meshes and layouts."""
     rng = random.Random(seed)
     fulls, xs, placements = [], [], []
     for index in range(11):

@@ -33,7 +33,7 @@ def fresh(context) -> dist.ProcessGroup:
 
 
 def model(seed: int, tensors: int = 23):
-    """Full tensors of unlike shapes and dtypes, their layouts, and where they go."""
+    """Full tensors of different shapes and dtypes, their layouts, and where they go."""
     rng = random.Random(seed)
     fulls, layouts, destinations = {}, {}, {}
     for index in range(tensors):

@@ -136,7 +136,7 @@ def sub_mesh_in_reshard(context) -> None:
 
 
 def slices_that_are_no_copies(context) -> None:
-    """Slices over "pp" hold unlike tensors, and a column may move its own."""
+    """Slices over "pp" hold different tensors, and a column may move its own."""
     stages = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("pp", "tp"))
     if context.rank in TRAINERS:
         stage = stages["tp"]

@@ -160,13 +160,14 @@ def turned(context) -> None:
 
 
 def with_casts(context) -> None:
-    """A cast, sources of unlike dtypes, and a Partial source, mapped."""
+    """A cast, sources of different dtypes, and a Partial source, mapped."""
     rank, mesh = context.rank, quiet_mesh(RECEIVERS)
     a, b = unique_fill((4, 3), torch.bfloat16, 1), unique_fill((2, 3), torch.float32, 2)
     where = {"ab": (mesh, [Shard(0)])}
     held = held_by(rank, {"a": a, "b": b}, [Shard(1)])
     maps = TensorMap(["a", "b"], "ab")
-    raises(meshcast.LayoutError, "unlike dtypes", lambda: meshcast.reshard_state_dict(held, where, maps=maps))
+    move = lambda: meshcast.reshard_state_dict(held, where, maps=maps)  # noqa: E731
+    raises(meshcast.LayoutError, "different dtypes", move)
     for dtype in (torch.bfloat16, torch.float64):
         result = meshcast.reshard_state_dict(held, where, maps=maps, dtype=dtype, digest=True)
         check(result, {"ab": torch.cat([a.to(dtype), b.to(dtype)])}, where, rank)

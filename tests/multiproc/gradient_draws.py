@@ -104,7 +104,7 @@ class Draw:
 
     @property
     def varying(self) -> bool:
-        """Whether its micro-batches are of unlike sizes."""
+        """Whether its micro-batches are of different sizes."""
         return len({size for step in self.sizes for size in step}) > 1
 
     @property

@@ -73,7 +73,7 @@ class Llama(nn.Module):
 
 
 def filled() -> tuple[Llama, dict[str, torch.Tensor]]:
-    """The module with unlike small values in every tensor, and copies of these."""
+    """The module with different small values in every tensor, and copies of these."""
     module = Llama()
     with torch.no_grad():
         for name, tensor in module.state_dict().items():

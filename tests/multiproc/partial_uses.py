@@ -126,8 +126,8 @@ def bytes_of_the_plan(context) -> None:
 
 
 def several_in_flight(context) -> None:
-    """Batches of unlike types and operations, cast on arrival, in flight together and waited for in an order
-    of each rank's own."""
+    """Batches of different types and operations, cast on arrival, in flight together and waited for in an
+    order of each rank's own."""
     mesh = quiet_mesh(TARGET.tolist())
     flying = []
     drawn = [

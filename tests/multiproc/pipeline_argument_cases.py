@@ -519,7 +519,7 @@ def own_samples_that_do_not_fit(_) -> None:
     raises(both, "stage 1", "3 ranks", "2 ranks", "local_batch",
            call=lambda: schedule.step(x[:3], target=y[:2], local_batch=True))  # fmt: skip
     raises(
-        both, "unlike calls", "local_batch", call=lambda: schedule.step(x, target=y, local_batch=rank == 1)
+        both, "different calls", "local_batch", call=lambda: schedule.step(x, target=y, local_batch=rank == 1)
     )
 
 

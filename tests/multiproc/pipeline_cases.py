@@ -1,4 +1,4 @@
-"""Pipelines over unlike meshes train as one process does: losses, outputs and every gradient. Six ranks."""
+"""Pipelines over different meshes train as one process does: losses, outputs, all gradients. Six ranks."""
 
 from __future__ import annotations
 

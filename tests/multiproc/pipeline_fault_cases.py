@@ -140,7 +140,7 @@ def a_refusal_ends_nothing(context) -> None:
     refused("needs gradients", call=without_gradients)
     raises(
         (LayoutError, AbortedError),
-        "unlike calls: rank 0 calls step, rank 2 calls eval",
+        "different calls: rank 0 calls step, rank 2 calls eval",
         call=lambda: (schedule.eval if context.rank == 2 else schedule.step)(x, target=y),
     )
     train_alone(nn.Sequential(*reference), x, y, 2)

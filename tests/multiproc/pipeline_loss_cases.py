@@ -32,7 +32,7 @@ def token_loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor
 
 
 def labels(rows: int, tokens: int, seed: int = 3) -> torch.Tensor:
-    """Few of the tokens count, and unlike many in each row."""
+    """Few of the tokens count, and a different number in each row."""
     torch.manual_seed(seed)
     found = torch.randint(0, 6, (rows, tokens))
     for row in range(rows):
@@ -41,7 +41,7 @@ def labels(rows: int, tokens: int, seed: int = 3) -> torch.Tensor:
 
 
 def weighted_case(name: str, wrapper: str = "", sizes: Sequence[int] = (2, 3), **options: Any):
-    """Tokens that are not counted, unlike many on each rank and micro-batch; ranks without samples."""
+    """Tokens that are not counted, a different number on each rank and micro-batch; ranks without samples."""
 
     def case(_) -> None:
         here = place(in_a_row(sizes))

@@ -1,5 +1,5 @@
-"""Every schedule over every kind of pipeline trains as one process does: unlike meshes, tensor parallelism,
-skip connections, tied embeddings. Seven ranks."""
+"""Every schedule over every kind of pipeline trains as one process does: different meshes, tensor
+parallelism, skip connections, tied embeddings. Seven ranks."""
 
 from __future__ import annotations
 

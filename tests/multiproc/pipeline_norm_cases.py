@@ -246,7 +246,7 @@ def every_placement(_) -> None:
 
 
 def fsdp_case(sizes: tuple[int, int]):
-    """FSDP2 with mesh=: shards of unlike size and empty ones, on one of the stages."""
+    """FSDP2 with mesh=: shards of different size and empty ones, on one of the stages."""
 
     def case(_) -> None:
         here = place(in_a_row(sizes))
@@ -390,7 +390,7 @@ def what_is_no_stage_is_refused(context) -> None:
         (mlp(1)[0], ("a meshcast.pipelining.PipelineStage", "found Sequential")),
         ([stages[0], mlp(1)[0]], ("found Sequential",)),
         (3, ("found int",)),
-        ([*stages, stranger], ("unlike groups: stage 0 has", "stage 1 has")),
+        ([*stages, stranger], ("different groups: stage 0 has", "stage 1 has")),
     ):
         raises(LayoutError, rank, *words, call=lambda given=given: clip_grad_norm_(given, 1.0))
     for order in (0.0, -1.0, -math.inf, math.nan, "two", None):

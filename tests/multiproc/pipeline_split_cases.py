@@ -83,7 +83,7 @@ def rows_case(label: str, delayed: bool):
 
 
 def delayed_case(name: str, **options):
-    """A chain on unlike meshes, gradients split."""
+    """A chain on different meshes, gradients split."""
 
     def case(_) -> None:
         here = place(in_a_row([1, 3, 1]))
@@ -368,7 +368,7 @@ def shared_parameters_that_do_not_fit(context) -> None:
 
 
 def wrapped_case(name: str, **options):
-    """FSDP2 in the first stage, DDP in the second, on unlike degrees: summed, not averaged, once per step."""
+    """FSDP2 in the first stage, DDP in the second, on different degrees: summed once per step."""
 
     def case(_) -> None:
         here = place(in_a_row([2, 3]))

@@ -1,4 +1,4 @@
-"""What travels between stages: one value for several of them, micro-batches of unlike shapes. Four ranks,
+"""What travels between stages: one value for several of them, micro-batches of different shapes. Four ranks,
 each on a host of its own; run by pipeline_module_cases.py."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pipelines over unlike meshes against one process: pipeline_cases.py, run in one set of six processes."""
+"""Pipelines over different meshes against one process: pipeline_cases.py, run in one set of six processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The U-Transformer example under torchrun: skip connections over unlike meshes, equal to one process."""
+"""The U-Transformer example under torchrun: skip connections over different meshes, equal to one process."""
 
 from pathlib import Path
 

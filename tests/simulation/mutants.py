@@ -85,7 +85,7 @@ MUTANTS = [
         "    if (false)\n",
     ),
     Mutant(
-        "agree: nobody hears that another called unlike",
+        "agree: nobody hears that another called differently",
         "group/agreement.cpp",
         "  bulletin.object(call.lane, call.ordinal, mine);\n",
         "",
@@ -165,7 +165,7 @@ MUTANTS = [
         "  run->complete_ops(1, 0, op.nbytes);\n",
     ),
     Mutant(
-        "channel: both ends of a pair count unlike",
+        "channel: both ends of a pair count differently",
         "run/channel_in.cpp",
         "message_key(entry.run->label(), first_++)",
         "message_key(entry.run->label(), entry.run->label().ordinal == 2 ? first_ : first_++)",

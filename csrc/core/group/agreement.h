@@ -55,7 +55,7 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
 // group has failed as well.
 void compare_with_first(Bulletin& bulletin, const GroupIdentity& group, CallId call, const Posting& mine);
 
-// Throws it where a rank rejects the call, or called it unlike this one.
+// Throws it where a rank rejects the call, or called it differently from this one.
 void check_objection(Bulletin& bulletin, const GroupIdentity& group, CallId call,
                      const std::string& descriptor);
 

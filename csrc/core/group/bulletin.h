@@ -60,7 +60,7 @@ class Bulletin {
 
   // What the first of all ranks called that has waited in a call for long: this one, or one before it.
   Posting first(int32_t lane, int64_t ordinal, const Posting& mine);
-  // That this rank rejects a call, or called it unlike the first; one such word is kept.
+  // That this rank rejects a call, or called it differently from the first; one such word is kept.
   void object(int32_t lane, int64_t ordinal, const Posting& mine);
   std::optional<Posting> objection(int32_t lane, int64_t ordinal);
   void erase_said(int32_t lane, int64_t ordinal);  // of the two what this rank has written

@@ -299,8 +299,8 @@ Command::Begun Start::begin(const std::shared_ptr<GroupCore>& core, const std::e
     core_ = core;
     life_ = group.life();
     transfer = transfer_;
+    if (!reverse_) number_->ordinal = *ordinal;  // who gives it up may be here at the same time
   }
-  if (!reverse_) number_->ordinal = *ordinal;
   bool starts = false;
   Begun begun = Begun::Done;
   try {

@@ -201,8 +201,8 @@ void Watcher::give_up(const Cause& given) {
   end_with(cause, error_of_cause(cause, local));
 }
 
-// Of two ranks that called unlike each other: the one that is unlike this rank. In another call it cannot know,
-// and names the one that came later, which most others are unlike.
+// Of two ranks that called differently: the one that differs from this rank. In another call it cannot know,
+// and names the one that came later, from which most others differ.
 int32_t Watcher::peer_of(const Cause& cause) {
   const int32_t told = peer_in(cause, group_.rank);
   const std::string reported = fmt::format("\n  rank {}: ", cause.reporter);

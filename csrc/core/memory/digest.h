@@ -20,7 +20,7 @@ struct DigestNans {
 // the parts of a tensor are those of the tensor, however it is cut.
 //
 // A weight is the product of two odd numbers, of the position in a block of 4096 words (16 bits) and of the
-// block (32 bits). So one word that changes always shows, and so do two unlike ones of a block that change
+// block (32 bits). So one word that changes always shows, and so do two different ones of a block that change
 // places; whatever else changes is missed once in 2^32 or more. Words of 16 bits, since vectors of those are
 // multiplied and added up in one instruction.
 //

@@ -50,7 +50,7 @@ constexpr int64_t size_of(ElementType type) { return traits_of(type).bytes; }
 // Whether partial values of this type have this reduction.
 bool can_reduce(ElementType type, ReduceOp op);
 
-// Whether packing and unpacking can cast one into the other: between unlike floats of 32 bits or less.
+// Whether packing and unpacking can cast one into the other: between different floats of 32 bits or less.
 bool can_cast(ElementType from, ElementType to);
 
 // Whether every `wire` that became a `type` is the same `type` again after one more way through `wire`: a rank

@@ -42,7 +42,7 @@ std::vector<Bundle> bundle_tasks(const std::vector<Task>& tasks, const std::vect
     hasher.add(static_cast<int64_t>(task.reduce));
     for (const RankList* ranks : {&task.holders, &task.receivers, &task.contribution})
       hasher.add(static_cast<int64_t>(ranks->word()));
-    // Pending values are combined element by element, so elements of unlike size never share a chunk.
+    // Pending values are combined element by element, so elements of different size never share a chunk.
     if (task.reduce != ReduceOp::None) hasher.add(problems[static_cast<size_t>(task.tensor)].element_bytes);
     int32_t found = -1;
     for (const int32_t b : seen[hasher.word()]) {

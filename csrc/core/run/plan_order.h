@@ -9,7 +9,7 @@
 namespace meshcast {
 
 // How many receives, and sends, of a run over the network may be under way beyond the first one in plan order
-// that is not through, over all its peers together. Few keep to the plan, many bridge peers of unlike speed:
+// that is not through, over all its peers together. Few keep to the plan, many bridge peers of different speed:
 // measured on the paper's cases, where chains need the order (docs/decisions.md).
 inline constexpr int32_t kRecvsAhead = 8;
 inline constexpr int32_t kSendsAhead = 8;

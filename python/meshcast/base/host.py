@@ -12,7 +12,7 @@ _SYSFS = Path("/sys/class/net")
 
 
 def host_identity() -> str:
-    """Text that is equal for processes of one host and unlike for others.
+    """Text that is equal for processes of one host and different for others.
 
     It is the boot id of the kernel and the inode of the network namespace: containers and emulated hosts of
     one machine share the boot id, the host name and /dev/shm, but not the network. `MESHCAST_HOST_ID`

@@ -186,7 +186,7 @@ def _one_to_m(hosts: int, per_host: int) -> Case:
 
 ONE_TO_M = [_one_to_m(*shape) for shape in [(1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (3, 2), (4, 2)]]
 
-# Layouts that do not divide: uneven and empty shards, meshes of unlike size, overlapping or identical.
+# Layouts that do not divide: uneven and empty shards, meshes of different size, overlapping or identical.
 ODD = [
     _parsed("odd", "3 to 5 ranks", _UNEVEN, "3:S0RR", "5@4:RS0R"),
     _parsed("odd", "7 to 2x3 ranks", _UNEVEN, "7:S0RR", "2x3@8:RS1S0"),
@@ -218,7 +218,7 @@ NICS = [
     for name, source, target in [("shards", "2x4:S1RR", "2x4@8:S0RR"), ("replicas", "1x4:S0RR", "2x4@4:RRR")]
 ]  # fmt: skip
 
-# Hosts with links of unlike rate: which rank sends what, and which comes last in a chain, then decides.
+# Hosts with links of different rate: which rank sends what, and which comes last in a chain, then decides.
 UNEQUAL = [
     _parsed("unequal", name, _CUBE, source, target, setting=CaseSetting(rates=rates))
     for name, source, target, rates in [

@@ -33,7 +33,9 @@ def copy(pairs: Sequence[Pair], most_blocks: int = 0) -> None:
     """
     for source, destination in pairs:
         if source.element_size() != destination.element_size():
-            raise LayoutError(f"copy: {source.dtype} and {destination.dtype} have elements of unlike sizes")
+            raise LayoutError(
+                f"copy: elements of {source.dtype} and {destination.dtype} have different sizes"
+            )
     if pairs:
         _kernels().copy_boxes(_pairs(pairs), *_target(pairs[0][1], most_blocks))
 

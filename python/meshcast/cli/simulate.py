@@ -165,6 +165,6 @@ def _divided(value: Any, chunks: int) -> Any:
     time."""
     if isinstance(value, list):
         if chunks > 1:
-            raise LayoutError("--compare: stages of unlike times cannot be cut in two; give one time for all")
+            raise LayoutError("--compare: stages of different times cannot be cut in two; give one for all")
         return value
     return value / chunks

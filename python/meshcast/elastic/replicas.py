@@ -243,7 +243,7 @@ class Replicas:
 
     Raises:
         LayoutError, PlanMismatchError: a wrong argument, entries that cannot travel, or ranks that describe
-            them unlike each other; on all ranks.
+            them differently; on all ranks.
 
     Example, on the four ranks of ``torchrun --nproc-per-node 4``::
 

@@ -66,7 +66,7 @@ def interfaces() -> tuple[tuple[str, ...], str]:
 
 def agreed_count(told: Mapping[int, str], rank: int) -> int:
     """Interfaces of every host, from what the ranks told: {rank: text of interfaces()}. Raises
-    LayoutError, alike on every rank, where a name is wrong or hosts have unlike numbers."""
+    LayoutError, alike on every rank, where a name is wrong or hosts have different numbers."""
     for other, text in sorted(told.items()):
         if not text.isdigit():
             raise LayoutError(f"rank {other}: {text}", rank=rank, peer=other, op="connect", phase="connect")
@@ -324,8 +324,8 @@ class Network:
         if len(set(wires.values())) > 1:
             found = ", ".join(f"{wire or 'none'} on rank {other}" for other, wire in wires.items())
             raise LayoutError(
-                f"all ranks must run one version of meshcast: they send each other messages of unlike forms, "
-                f"found {found}; install the same version everywhere",
+                f"all ranks must run one version of meshcast: they send each other different forms of "
+                f"messages, found {found}; install the same version everywhere",
                 rank=rank,
                 op="connect",
                 phase="connect",

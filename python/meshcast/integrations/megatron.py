@@ -19,7 +19,7 @@ from ..resharding.state_dict import reshard_state_dict
 __all__ = ["MeshcastCopyService"]
 
 _OP = "MeshcastCopyService"
-_PROBE = 64  # elements: what tells most unlike tensors apart without reading them all
+_PROBE = 64  # elements: what tells most different tensors apart without reading them all
 
 
 @dataclass
@@ -109,8 +109,8 @@ class MeshcastCopyService(CopyService):
 
 
 def _merged(sends: list[tuple[torch.Tensor, int, int | None]]) -> list[_Sent]:
-    """Equal tensors for unlike ranks as one, in the order of the first. Equal means the same bits: Megatron
-    slices anew, and often into memory of its own, for each message."""
+    """Equal tensors for different ranks as one, in the order of the first. Equal means the same bits:
+    Megatron slices anew, and often into memory of its own, for each message."""
     found: list[_Sent] = []
     alike: dict[Any, list[_Sent]] = {}
     for tensor, rank, task in sends:

@@ -1,4 +1,4 @@
-"""Pipeline training over stages on unlike meshes. The names mirror torch.distributed.pipelining.
+"""Pipeline training over stages on different meshes. The names mirror torch.distributed.pipelining.
 
 A schedule is data (`action`, `schedules`), made runnable by passes (`lower`, `validate`), then simulated
 (`simulate`) or run (`schedule`, `runtime`). The values between stages are resharded from mesh to mesh by

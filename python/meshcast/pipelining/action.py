@@ -250,7 +250,7 @@ def chain(stages: int) -> list[Link]:
 
 
 def crossing(links: Sequence[Link], ranks: Mapping[int, int]) -> list[Link]:
-    """The links between stages of unlike ranks: those that need transfers. Inside a rank a value is handed
+    """The links between stages of different ranks: those that need transfers. Inside a rank a value is handed
     over."""
     return [(source, target) for source, target in links if ranks[source] != ranks[target]]
 

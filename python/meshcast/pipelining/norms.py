@@ -67,7 +67,7 @@ def own_stages(stages: Any, op: str) -> list[PipelineStage]:
     for stage in listed[1:]:
         if stage.group is not listed[0].group:
             raise LayoutError(
-                f"{where}: expected stages of one pipeline, found unlike groups: stage "
+                f"{where}: expected stages of one pipeline, found different groups: stage "
                 f"{listed[0].stage_index} has {listed[0].group}, stage {stage.stage_index} has "
                 f"{stage.group}: call it once for each pipeline"
             )
@@ -99,7 +99,7 @@ def counted(stages: Sequence[PipelineStage], op: str) -> Counted:
             copies.add(id(parameter))
             if stage.stage_index == stage.sharing[key][0]:
                 first_copies.add(id(parameter))
-    # Stages of a rank have the same ranks, if in unlike shapes: one of them leads in all.
+    # Stages of a rank have the same ranks, if in different shapes: one of them leads in all.
     members = set(stages[0].mesh.ranks)
     leader = min(members)
     found = Counted([], {}, stages[0].rank == leader)
@@ -194,7 +194,7 @@ def grad_norm(stages: PipelineStage | Sequence[PipelineStage], norm_type: float 
         CPU, float32 elsewhere. Gradients in bfloat16 and float16 are measured in that as well.
 
     Raises:
-        LayoutError: no stages, stages of unlike groups, another ``norm_type``, or no step has run yet.
+        LayoutError: no stages, stages of different groups, another ``norm_type``, or no step has run yet.
         MeshcastError: an all-reduce with the other ranks failed, as when one of them dies.
 
     Example::
@@ -336,7 +336,7 @@ class GradScaler(torch.amp.GradScaler):
             ranks.
 
     Raises:
-        LayoutError: no stages, or stages of unlike groups.
+        LayoutError: no stages, or stages of different groups.
 
     Example::
 

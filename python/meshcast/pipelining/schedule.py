@@ -356,7 +356,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
             return_outputs: return the outputs on the last stage.
             loss_kwargs: more arguments for ``loss_fn``, never cut.
             arg_mbs, kwarg_mbs, target_mbs: arguments (a tuple each), keyword arguments and targets that are
-                micro-batches already, in place of whole ones; of unlike shapes with ``varying_shapes``.
+                micro-batches already, in place of whole ones; of different shapes with ``varying_shapes``.
                 However many samples it has, every micro-batch counts the same.
             finalize_gradients: False: stages under FSDP2 keep their gradients as they are, neither reduced
                 over ranks nor divided, until a step with True: one reduction for several steps. Stages

@@ -536,7 +536,7 @@ def checked(stages: Sequence[PipelineStage], microbatches: int) -> dict[int, Pip
         ):
             if mine != theirs:
                 raise LayoutError(
-                    f"stages {first.stage_index} and {stage.stage_index} of rank {first.rank} have unlike "
+                    f"stages {first.stage_index} and {stage.stage_index} of rank {first.rank} have different "
                     f"{what}: {mine} and {theirs}"
                 )
     for stage in stages:
@@ -549,7 +549,7 @@ def checked(stages: Sequence[PipelineStage], microbatches: int) -> dict[int, Pip
 
 def reduce_once(stages: Iterable[PipelineStage]) -> None:
     """A parameter that several stages of this rank hold is left to the first. Raises LayoutError where they
-    would reduce its gradient over unlike ranks."""
+    would reduce its gradient over different ranks."""
     owners: dict[int, PipelineStage] = {}
     for stage in stages:
         stage.reduced_elsewhere.clear()
@@ -561,8 +561,8 @@ def reduce_once(stages: Iterable[PipelineStage]) -> None:
             if sorted(mine) != sorted(other):
                 raise LayoutError(
                     f"stages {first.stage_index} and {stage.stage_index} of rank {stage.rank} hold one "
-                    f"parameter, {name!r} of the latter, but split their samples over unlike ranks, {other} "
-                    f"and {mine}: give them the same mesh= and data_dims=, or copies and shared_parameters="
+                    f"parameter, {name!r} of the latter, but split their samples over different ranks, "
+                    f"{other} and {mine}: give them the same mesh= and data_dims=, or copies and shared_parameters="
                 )
             stage.reduced_elsewhere.add(id(parameter))
 

@@ -47,8 +47,8 @@ def agree_on_step(said: dict[int, Any]) -> dict[str, Any]:
         other = next((rank for rank, mode in modes.items() if mode != modes[first]), None)
         if other is not None:
             refused = {
-                first: f"the ranks of a pipeline make unlike calls: rank {first} calls {modes[first]}, rank "
-                f"{other} calls {modes[other]}"
+                first: f"the ranks of a pipeline make different calls: rank {first} calls {modes[first]}, "
+                f"rank {other} calls {modes[other]}"
             }
     if not refused:
         orders = {rank: each["order"] for rank, each in said.items()}
@@ -162,7 +162,7 @@ def _misfits(
         text = None if expected is None else _misfit(each, expected, as_torch=as_torch)
         if text is not None:
             found[rank] = text
-    # The same on some ranks only: then the ranks were given unlike values.
+    # The same on some ranks only: then the ranks were given different values.
     shapes = {rank: [claim[:5] for claim in each["claims"]] for rank, each in entries.items()}
     groups: dict[Any, list[int]] = {}
     for rank, each in sorted(entries.items()):

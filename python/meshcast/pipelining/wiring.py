@@ -388,7 +388,7 @@ def connect(
         if returned.get(link) and (link[0] in stages or link[1] in stages):
             _compile_return(wiring, stages, link, returned[link], back + number, timeout)
     # In one order on all ranks of an edge. All are on their way before one is waited for, so that ranks of
-    # unlike edges do not wait for each other.
+    # different edges do not wait for each other.
     for handle in [each.warm_up(timeout) for each in wiring.edge_transfers()]:
         if handle is not None:
             handle.wait()

@@ -48,7 +48,7 @@ Family = tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...], tuple[int, ...
 """Properties that sub-meshes of one mesh share: the names of their dimensions; names of dimensions,
 shape and ranks of the mesh that they are parts of."""
 
-# Dimensions along which ranks hold unlike tensors, by the names that torch's own programs give them.
+# Dimensions along which ranks hold different tensors, by the names that torch's own programs give them.
 _STAGES = "pp"
 
 Key = TypeVar("Key")

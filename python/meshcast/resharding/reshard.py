@@ -232,7 +232,7 @@ def reshard_many(
         in meshcast.reshard.
 
     Raises:
-        LayoutError: also for lists of unlike lengths, and for none at all.
+        LayoutError: also for lists of different lengths, and for none at all.
         Others as meshcast.reshard.
 
     Example, on the four ranks of ``torchrun --nproc-per-node 4``::

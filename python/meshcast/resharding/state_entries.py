@@ -651,7 +651,7 @@ def read_loaded(given: Any, op: str) -> Loaded:
                 f"{[tuple(tensor.shape) for tensor in tensors]}; a tensor has just the elements of its box"
             )
         if len({(tensor.dtype, tensor.device.type) for tensor in tensors}) > 1:
-            raise LayoutError(f"{op}: loaded {name!r} has tensors of unlike dtypes or devices")
+            raise LayoutError(f"{op}: loaded {name!r} has tensors of different dtypes or devices")
         if tensors:
             found[name] = list(zip(boxes, tensors, strict=True))
     return found

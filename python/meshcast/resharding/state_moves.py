@@ -263,7 +263,7 @@ class Said:
 
     def origin(self, name: str) -> Origin:
         """Raises LayoutError where nobody, or not every rank that should, has it; PlanMismatchError where
-        ranks describe it unlike each other."""
+        ranks describe it differently."""
         found = self._origins.get(name)
         if found is None:
             found = self._origins[name] = self._origin(name)
@@ -641,7 +641,7 @@ def _result_dtype(
             )
     if asked is None and len(kinds) > 1 and not given:
         raise LayoutError(
-            f"{OP}: {name!r} is made of tensors of unlike dtypes, {sorted(map(str, kinds))}; say which it "
+            f"{OP}: {name!r} is made of tensors of different dtypes, {sorted(map(str, kinds))}; say which it "
             "gets (dtype=)",
             rank=rank,
             op=OP,

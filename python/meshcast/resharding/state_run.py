@@ -417,7 +417,7 @@ class Conversation:
     def _check_twins(
         self, twins: Mapping[str, Origin], call: StateCall, number: int, deadline: float
     ) -> None:
-        """Raises on all ranks where meshes hold unlike values under one name. Reads each such tensor once."""
+        """Raises on all ranks where meshes hold different values under one name. Reads each tensor once."""
         rank, digests, failure = self.parent.rank, [0] * len(twins), None
         try:
             for at, (name, origin) in enumerate(twins.items()):

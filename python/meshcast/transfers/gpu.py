@@ -164,7 +164,7 @@ def choose_transport(offers: Mapping[int, GpuOffer], rank: int) -> str:
     """The transport that connects the GPUs of these ranks: `CUDA_IPC` where that is asked for, or where ranks
     share a GPU; else `NCCL`.
 
-    Raises unless there is one that can: MeshcastError where a rank cannot take part, ranks ask for unlike
+    Raises unless there is one that can: MeshcastError where a rank cannot take part, ranks ask for different
     things, or NCCL differs; LayoutError where the GPUs are not where it needs them.
     """
     for other, offer in sorted(offers.items()):

@@ -176,7 +176,7 @@ def choose(
         microbatches: how many there may be: a number, several, or None for as many as ranks of the schedule,
             and twice that again and again while there are samples.
         memory_budget: bytes of activations that this rank may hold at once; None: no limit. Ranks may have
-            unlike ones.
+            different ones.
         target: targets of the batch; counts on the last stage.
         kwargs: keyword arguments of this rank's stages, whole.
         loss_kwargs: more arguments for ``loss_fn``.

@@ -71,7 +71,7 @@ std::string golden_line(const std::string& names) {
   return names + " " + std::to_string(inputs.size()) + " " + digits;
 }
 
-// Calls visit<From, To>(name) for every pair of unlike formats, in the order of the file.
+// Calls visit<From, To>(name) for every pair of different formats, in the order of the file.
 template <class From, class Visit>
 void visit_targets(const std::string& from, const Visit& visit) {
   const auto target = [&]<class To>(const std::string& to, To*) {

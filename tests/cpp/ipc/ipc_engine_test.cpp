@@ -354,7 +354,7 @@ TEST_CASE("what the engine's own thread could not enqueue is told to the observe
   CHECK(chain.world.host.cluster.run(rng));
 }
 
-TEST_CASE("unlike rounds on two ranks are found over CUDA IPC", "[ipc]") {
+TEST_CASE("different rounds on two ranks are found over CUDA IPC", "[ipc]") {
   std::mt19937 rng(1);
   Chain chain;
   const Plan other = chain_plan(3, 64 * 8 * 2, 1024);

@@ -335,7 +335,7 @@ TEST_CASE("a receiver that closes its group at once takes its event with it", "[
   CHECK(pair.host.cluster.mistakes == std::vector<std::string>{});
 }
 
-TEST_CASE("groups of unlike size are found", "[ipc]") {
+TEST_CASE("groups of different size are found", "[ipc]") {
   const bool more = GENERATE(false, true);  // are sent
   CAPTURE(more);
   Pair pair;

@@ -92,9 +92,9 @@ TEST_CASE("prices and parts of a game prove each other", "[plan][reduce]") {
   }
 }
 
-TEST_CASE("parts of a box to be reduced take unlike ways", "[plan][reduce]") {
+TEST_CASE("parts of a box to be reduced take different ways", "[plan][reduce]") {
   // Pairs on which rules chunk by chunk end 1.18 to 1.44 above the bound: replicas on several hosts, hosts
-  // entered and left over unlike NICs, local ports that limit.
+  // entered and left over different NICs, local ports that limit.
   for (const uint64_t seed : {50142U, 50115U, 50000U}) {
     INFO("seed " << seed);
     Random random(seed);

@@ -47,7 +47,7 @@ TEST_CASE("a slow NIC does not wait for the chunks of fast ones", "[plan]") {
   CHECK(ratio({{15744, 16416}, 2, layout({1}, 0, {kReplicate}), layout({7}, 1, {shard(0)})}, topology) < 1.08);
 }
 
-TEST_CASE("senders of unlike rate take turns at a fast receiver", "[plan]") {
+TEST_CASE("senders of different rate take turns at a fast receiver", "[plan]") {
   // Both senders are busy for the whole bound, the receiver for 0.8 of it or more.
   for (const auto& [first, second, third] :
        {std::tuple{10, 25, 40}, std::tuple{10, 10, 25}, std::tuple{25, 10, 36}}) {

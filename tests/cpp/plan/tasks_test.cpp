@@ -93,7 +93,8 @@ TEST_CASE("demands that cannot be planned are refused by name", "[plan]") {
 }
 
 TEST_CASE("boxes with the same holders and receivers are one delivery, whatever the tensor", "[plan]") {
-  // 1,024 sources to 2,048 replicas are 2,097,152 deliveries, and are no more with 50 tensors of unlike shapes.
+  // 1,024 sources to 2,048 replicas are 2,097,152 deliveries, and are no more with 50 tensors of different
+  // shapes.
   const Layout src = layout({1024}, 0, {shard(0)}), dst = layout({2048}, 1024, {kReplicate});
   std::vector<Problem> problems;
   for (int64_t n = 1; n <= 50; ++n) problems.push_back({{1024, n}, 2, src, dst});

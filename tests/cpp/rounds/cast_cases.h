@@ -206,7 +206,7 @@ struct CastCounts {
   int64_t copied = 0;     // local copies that are cast
   int64_t forwarded = 0;  // messages that are packed again from where they were unpacked and cast
   int64_t straight = 0;   // messages that no kernel touches
-  int64_t mixed = 0;      // launches in which boxes of unlike types meet
+  int64_t mixed = 0;      // launches in which boxes of different types meet
 };
 
 inline void count_casts(const RankRounds& rounds, CastCounts* counts) {

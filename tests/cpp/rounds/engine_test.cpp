@@ -32,7 +32,7 @@ void check_random_runs(uint32_t seed, int count, bool gated) {
     for (auto& rank : world.cluster.ranks) rank.busy_polls = static_cast<int>(rng() % 3 == 0);
     std::vector<RankCase> parts;
     int64_t exchanges = 0;
-    // Several runs of unlike plans behind one another, which share staging.
+    // Several runs of different plans behind one another, which share staging.
     const int runs = 1 + static_cast<int>(rng() % 3);
     for (int run = 0; run < runs; ++run) {
       const Plan plan = random_case(rng, size);

@@ -175,7 +175,7 @@ TEST_CASE("chains reduce in whatever order a plan has their hops, and whoever is
   const Plan plan = reduce_scatter(world, hosts ? 2 : 1, 1'600);
   for (int round = 0; round < 10; ++round) {
     CAPTURE(round);
-    // Two runs of unlike order in one lane: the second is posted while the first is under way.
+    // Two runs of different order in one lane: the second is posted while the first is under way.
     const Plan orders[] = {reordered(plan, rng), reordered(plan, rng)};
     Cluster cluster(world, nullptr, hosts ? pairs_of(world) : std::vector<std::vector<int32_t>>{});
     const int late = static_cast<int>(rng() % world);

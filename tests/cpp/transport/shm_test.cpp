@@ -21,7 +21,7 @@ namespace {
 
 constexpr milliseconds kLimit(20000);  // of a run; a test that hangs fails here
 
-// World sizes 2..7 with their ranks spread over hosts of unlike size.
+// World sizes 2..7 with their ranks spread over hosts of different size.
 std::vector<std::vector<int32_t>> random_hosts(std::mt19937& rng, int world) {
   std::vector<std::vector<int32_t>> hosts;
   for (int32_t rank = 0; rank < world; ++rank) {

@@ -77,7 +77,7 @@ def test_what_is_soon_over_shows_nothing(seconds: list[float]) -> None:
 
 
 def test_the_time_left_is_what_the_rest_takes() -> None:
-    """Things of unlike length, as benchmarks have: after a third, within a third of the truth."""
+    """Things of different length, as benchmarks have: after a third, within a third of the truth."""
     seconds = [2.0 + (7 * each) % 5 for each in range(60)]
     for line in lines_of(seconds):
         done = int(re.search(r"(\d+) of", line)[1])

@@ -69,7 +69,7 @@ def test_the_gpu_is_the_current_one_and_must_exist() -> None:
 def test_stages_of_one_rank_share_a_device() -> None:
     first, second = stage(0, 2), stage(1, 2)
     second.device = GPU
-    with pytest.raises(LayoutError, match="stages 0 and 1 of rank 0 have unlike device: cpu and cuda:0"):
+    with pytest.raises(LayoutError, match="stages 0 and 1 of rank 0 have different device: cpu and cuda:0"):
         ScheduleInterleaved1F1B([first, second], 2)
 
 

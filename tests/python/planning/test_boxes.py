@@ -34,7 +34,7 @@ def test_boxes_in_local_memory() -> None:
     )
     assert layout.ranks == (0, 1, 2, 3, 7, 8)
     assert layout.local_shapes((6, 6)) == {
-        0: (6,),  # unlike in both dimensions: flat
+        0: (6,),  # different in both dimensions: flat
         1: (4, 6),
         2: (2, 4),
         3: (2, 6),

@@ -90,7 +90,7 @@ def test_outputs_that_share_memory_are_refused_and_interleaved_ones_are_not() ->
         "alternating": (base[::2, ::2], base[::2, 1::2], base[1::2, ::2], base[1::2, 1::2]),
         "real and imaginary": tuple(torch.zeros(4, dtype=torch.complex64).view(torch.float32).view(4, 2).t()),
         "empty ones": (base, base[:0], base[6:], base[:, 8:]),
-        "unlike widths": (base[:, :4], base[:, 4:].view(torch.uint8)),
+        "different widths": (base[:, :4], base[:, 4:].view(torch.uint8)),
     }
     for kind, outs in interleaved.items():
         for order in (outs, outs[::-1]):

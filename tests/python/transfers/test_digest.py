@@ -23,7 +23,7 @@ DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128,
 ]  # fmt: skip
-NAN_BITS = {  # two NaNs of unlike payload and sign
+NAN_BITS = {  # two NaNs of different payload and sign
     torch.float16: (torch.int16, 0x7E00, 0x7C01), torch.bfloat16: (torch.int16, 0x7FC0, 0x7F81),
     torch.float32: (torch.int32, 0x7FC00000, 0x7F800001),
     torch.float64: (torch.int64, 0x7FF8 << 48, (0x7FF0 << 48) + 1),

@@ -95,7 +95,7 @@ def test_blocks_are_lent_to_one_call_at_a_time_and_nobody_waits_for_them() -> No
         assert not {*blocks_of(kept[-1])} & {*blocks_of(lent)}, "a block of a call in flight was lent"
     work.over = True
     allocated = len(gpu.pinned_bytes)
-    again = pool.lend([100, 6000, 7000])  # of unlike shapes, but the same sizes
+    again = pool.lend([100, 6000, 7000])  # of different shapes, but the same sizes
     assert blocks_of(again) == blocks_of(lent) and len(gpu.pinned_bytes) == allocated
     more = pool.lend([8192, 100])
     assert not {*blocks_of(more)} & {*blocks_of(again)}, "a block was lent twice"

@@ -64,7 +64,7 @@ constexpr int64_t kMostUnits = 32;
 constexpr int64_t kUnitsInAll = 65'536;
 
 // A hop holds its slower port for as long as every other hop, whatever the rates. A fast NIC that takes in from
-// slow ones then serves them in turn, each once in a period; with chunks of equal size the periods of unlike
+// slow ones then serves them in turn, each once in a period; with chunks of equal size the periods of different
 // senders do not divide each other, and the senders wait.
 Draft draft_timed(const Inputs& in, const PortDemand& demand, TreeStyle style) {
   Drafter drafter(in.tasks, in.problems, in.network);

@@ -7,7 +7,7 @@ namespace meshcast {
 
 // Multicast trees of one shape for all chunks of a bundle, so that chunks follow each other like through a
 // pipeline. Trees that differ from chunk to chunk, as those of draft_multicast, spread the load better where
-// ports are unlike. These are cheap to make, so chunks may be fine enough for many hosts.
+// ports differ. These are cheap to make, so chunks may be fine enough for many hosts.
 //
 // A stop is what a chunk enters over a NIC: a host, inside which it goes round from rank to rank, or a single
 // rank where ranks of a host copy too slowly among themselves. Chunks enter a host at its ranks in turn.

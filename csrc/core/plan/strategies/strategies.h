@@ -45,7 +45,7 @@ struct Inputs {
 struct TreeStyle {
   int64_t fan = 1;
   bool steady = true;
-  bool uneven = false;  // chunks of unlike size from bundle to bundle, so that NICs fall out of step
+  bool uneven = false;  // chunks of different size from bundle to bundle, so that NICs fall out of step
   bool timed = false;   // chunks in proportion to the rate at which they travel, so that hops last equally long
   int32_t patience = 0;  // as in Draft
   int64_t finer = 1;     // bundles that do not hold a slow port which limits the plan: chunks finer by this
