@@ -562,7 +562,8 @@ def reduce_once(stages: Iterable[PipelineStage]) -> None:
                 raise LayoutError(
                     f"stages {first.stage_index} and {stage.stage_index} of rank {stage.rank} hold one "
                     f"parameter, {name!r} of the latter, but split their samples over different ranks, "
-                    f"{other} and {mine}: give them the same mesh= and data_dims=, or copies and shared_parameters="
+                    f"{other} and {mine}: give them the same mesh= and data_dims=, or copies and "
+                    "shared_parameters="
                 )
             stage.reduced_elsewhere.add(id(parameter))
 
