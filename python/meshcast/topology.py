@@ -180,7 +180,7 @@ class Topology:
             latency_us: cost of a hop beside its bytes; not discovered.
 
         Raises:
-            LayoutError: on every rank alike, where a speed is unknown and nic_gbps is not given. Where all
+            LayoutError: on every rank, where a speed is unknown and nic_gbps is not given. Where all
                 ranks are on one host no link matters, and none is asked for.
         """
 

@@ -39,7 +39,7 @@ def written_again_and_again(context) -> None:
     for step in range(1, 40):
         before = first._version, first.to_local()._version
         x = given(context, step)
-        if step % 3 == 0:  # of the same calls, counted alike on all ranks
+        if step % 3 == 0:  # of the same calls, on all ranks
             assert call.start(x).wait() is first
         else:
             assert call.run(x) is first

@@ -300,7 +300,7 @@ def scales_of_blocks(context) -> None:
     raises(
         error, "cuts blocks", lambda: call((quiet_mesh([2, 3]), [Shard(0)]), (quiet_mesh([2, 3]), [Shard(0)]))
     )
-    raises(error, "cut alike", lambda: call((mesh, [Shard(1)]), (mesh, [Replicate()])))
+    raises(error, "cut the same way", lambda: call((mesh, [Shard(1)]), (mesh, [Replicate()])))
     raises(
         error, "have (2, 2)", lambda: call((mesh, [Replicate()]), (mesh, [Replicate()]), {"w": ("s", (8, 8))})
     )

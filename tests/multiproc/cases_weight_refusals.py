@@ -1,4 +1,4 @@
-"""WeightSync: what is refused or torn, on all ranks alike, and what ends it. Ranks 0 and 1 train, the others
+"""WeightSync: what is refused or torn, on all ranks, and what ends it. Ranks 0 and 1 train, the others
 serve."""
 
 from __future__ import annotations

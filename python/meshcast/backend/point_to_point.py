@@ -149,7 +149,7 @@ def _obstacle(said: Mapping[int, Mapping[str, str]]) -> str:
         found = ", ".join(f"{each['kind']} on rank {rank}" for rank, each in said.items())
         return (
             f"{_OP}: all ranks of a group must use one transport, found {found}; set "
-            f"{settings.TRANSPORT.name} alike, or leave it unset for gloo where UCX is not everywhere"
+            f"{settings.TRANSPORT.name} to the same, or leave it unset for gloo where UCX is not everywhere"
         )
     return ""
 

@@ -70,7 +70,8 @@ Place: TypeAlias = tuple[str, tuple[int, ...], int, int]  # process group, ranks
 
 @dataclass(frozen=True)
 class Made:
-    """A call in a record. place: alike on all ranks, which call it is; None for one that was never counted.
+    """A call in a record. place: which call it is, the same on all ranks; None for one that was never
+    counted.
     ranks: whose call it is, if that is known."""
 
     rank: int

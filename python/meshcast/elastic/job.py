@@ -402,7 +402,7 @@ class Job(Generic[T]):
             self._failed = True
             raise MeshcastError(
                 f"{OP}: worker {self._name} has the state of step {self.steps}, others that of step "
-                f"{latest.steps}; all ranks must call commit() alike",
+                f"{latest.steps}; all ranks must make the same calls of commit()",
                 op=OP,
             )
         self._prepared = None

@@ -123,7 +123,7 @@ def remesh(
             where ranks kept their numbers.
         own: entries of which each rank has its own, such as the state of a random generator: names, or a
             function of the name. All ranks get that of the lowest rank of now that has one. Other entries
-            must be alike on the ranks that have them.
+            must be the same on the ranks that have them.
         loaded: {name: [(box, tensor)]}, what this rank has read from a checkpoint in place of what is gone.
             Any rank may have read any box, by the names and boxes of `gone`.
         replicas: the state is that of the newest step whose copies are whole on all ranks that had Replicas
@@ -260,7 +260,7 @@ def _check_alone(replicas: Any, held: Any, old: Any, more: Mapping[str, Any], th
 
 def _step(told: Mapping[str, Any], rank: int) -> int | None:
     """The newest step of which all ranks that have replicas have whole copies; None where no rank has any.
-    All ranks were told the same, so that all raise alike."""
+    All ranks were told the same, so that all raise the same."""
     steps = {int(other): said["steps"] for other, said in told.items() if said["steps"] is not None}
     if not steps:
         return None

@@ -494,7 +494,7 @@ class Replicas:
 
 
 def _likenesses(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Equal for states that are copied alike: also in what is one tensor under several names."""
+    """Equal for states that are copied the same way: also in what is one tensor under several names."""
     ties = same_memory(tensors.items())
     return {name: (likeness(tensor), ties.get(name)) for name, tensor in tensors.items()}
 
@@ -543,7 +543,7 @@ class Generations:
 
     def choose(self, members: Collection[str], group: dist.ProcessGroup) -> Chosen | None:
         """The newest generation of which all members that live have copies; None where there is none. A
-        collective of the ranks of `group`, which are `members`; all choose alike."""
+        collective of the ranks of `group`, which are `members`; all choose the same."""
         mine = {each.rendezvous: each.members if each.replicas.steps else None for each in self._kept}
         told: list[Any] = [None] * len(members)
         dist.all_gather_object(told, mine, group=group)

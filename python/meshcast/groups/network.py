@@ -66,7 +66,7 @@ def interfaces() -> tuple[tuple[str, ...], str]:
 
 def agreed_count(told: Mapping[int, str], rank: int) -> int:
     """Interfaces of every host, from what the ranks told: {rank: text of interfaces()}. Raises
-    LayoutError, alike on every rank, where a name is wrong or hosts have different numbers."""
+    LayoutError, on every rank, where a name is wrong or hosts have different numbers."""
     for other, text in sorted(told.items()):
         if not text.isdigit():
             raise LayoutError(f"rank {other}: {text}", rank=rank, peer=other, op="connect", phase="connect")
@@ -303,7 +303,7 @@ class Network:
     ) -> _C.Transport:
         """Connects with the ranks of `offers`, or is ready to. Blocks; deadline: by time.monotonic().
 
-        Raises LayoutError, alike on every rank, where one has none or they do not all use the same."""
+        Raises LayoutError, on every rank, where one has none or they do not all use the same."""
         ranks = list(offers)
         for other, offer in offers.items():
             if offer["kind"] == "none":
@@ -314,8 +314,8 @@ class Network:
         if len(kinds) > 1:
             found = ", ".join(f"{offer['kind']} on rank {other}" for other, offer in offers.items())
             raise LayoutError(
-                f"all ranks must use one transport, found {found}; set {settings.TRANSPORT.name} alike, or "
-                "install UCX everywhere",
+                f"all ranks must use one transport, found {found}; set "
+                f"{settings.TRANSPORT.name} to the same, or install UCX everywhere",
                 rank=rank,
                 op="connect",
                 phase="connect",

@@ -41,7 +41,7 @@ class Late(Exception):  # noqa: N818  no error of its own: it never leaves the p
 
 
 class ReadyBarrier:
-    """One after the other, numbered alike on all ranks. Each rank uses it from one thread at a time.
+    """One after the other, numbered the same on all ranks. Each rank uses it from one thread at a time.
 
     The ranks that call for a barrier take part in every one. Those that answer may be any number behind: they
     find the verdicts that they have missed, one by one.

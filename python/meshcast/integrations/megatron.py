@@ -34,8 +34,9 @@ class _Sent:
 class MeshcastCopyService(CopyService):
     """For ``swap_model_weights(source, target, refit_method=MeshcastCopyService())``.
 
-    Megatron's plan has a message for every pair of ranks. What one rank sends to several ranks alike, bit for
-    bit, is one multicast here: data-parallel replicas of the target together cost one copy of their weights.
+    Megatron's plan has a message for every pair of ranks. What one rank sends to several ranks, bit for bit
+    the same, is one multicast here: data-parallel replicas of the target together cost one copy of their
+    weights.
     All ranks of the group call ``run``.
 
     Args:
@@ -43,7 +44,7 @@ class MeshcastCopyService(CopyService):
             are those in this group.
         timeout: for a run, in seconds or as timedelta; None for the group's.
 
-    Raises, from ``run``, on all ranks alike: PlanMismatchError where sends and receives do not match, before
+    Raises, from ``run``, on all ranks: PlanMismatchError where sends and receives do not match, before
     anything moves; PeerLostError and DeadlineExceededError as reshard_state_dict.
     """
 

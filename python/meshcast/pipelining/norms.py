@@ -231,7 +231,7 @@ def clip_grad_norm_(
 
     Raises:
         LayoutError, MeshcastError: as `grad_norm`.
-        RuntimeError: the norm is infinite or NaN, under ``error_if_nonfinite``, on all ranks alike.
+        RuntimeError: the norm is infinite or NaN, under ``error_if_nonfinite``, on all ranks.
 
     Example::
 

@@ -171,7 +171,7 @@ class _Reshard(torch.autograd.Function):
         ctx.visit, ctx.chain = visit, chain
         ctx.has_input = [x is not None for x in xs]
         ctx.set_materialize_grads(False)
-        # Saved so that a second backward without retain_graph raises here as well, alike on every rank.
+        # Saved so that a second backward without retain_graph raises here as well, on every rank.
         ctx.save_for_backward(token)
         compiled = visit.compiled
         ys, call = compiled.begin(xs, visit.timeout, driven=visit.driven)

@@ -200,7 +200,7 @@ def meet(a: Region, b: Region) -> bool | None:
     return _meet(a.item, a.shape, a.strides, b.item, b.shape, b.strides, b.first - a.first)
 
 
-@functools.lru_cache(4096)  # shards of one buffer lie alike, as a rule
+@functools.lru_cache(4096)  # shards of one buffer lie the same way, as a rule
 def _meet(
     item: int,
     shape: tuple[int, ...],
@@ -219,7 +219,7 @@ def _meet(
         for size, stride in zip(other_shape, other_strides, strict=True)
     ]
     # A byte of the one, counted from its first, and a byte of the other, counted back from its last, add up
-    # to this where they are the same. Within a unit, all bytes are alike.
+    # to this where they are the same. Within a unit, all bytes are the same.
     other_bytes = (_reach(other_shape, other_strides) + 1) * other_item
     return _adds_up(steps, (distance + other_bytes - 1) // unit)
 

@@ -126,8 +126,8 @@ def reshard_state_dict(
             TensorSpec, or nothing. A DTensor on a sub-mesh of an init_device_mesh is a copy of what the other
             sub-meshes hold under its name. A plain tensor is a copy on every rank that has the name. Tensors
             that are one (tied weights) travel once and are one again. None, bools, numbers, text, bytes, and
-            lists, tuples and dicts of such come along to every rank, without a destination; ranks that have
-            one have it alike.
+            lists, tuples and dicts of such come along to every rank, without a destination; ranks that
+            have one have the same.
         destinations: {name: (mesh, placements)}, or a Layout for a result that is a plain local tensor on the
             CPU, or (Layout, "cuda"). Each rank names at least those that it is in, and learns the others.
         out: {name: tensor} to receive into, for any of the names, on ranks inside its destination;
@@ -304,7 +304,7 @@ class Repeated:
 
 
 def likeness(x: Any) -> Any:
-    """Equal for entries that are described alike."""
+    """Equal for entries with the same description."""
     if isinstance(x, DTensor):
         return x._spec
     if isinstance(x, torch.Tensor):

@@ -160,7 +160,7 @@ def check_blocks(
         if _joined_text(wanted) != _joined_text(has.get(rank, [])):
             raise LayoutError(
                 f"{_OP}: rank {rank} gets the blocks {_joined_text(wanted)} of {name!r}, but of {scale!r} "
-                f"{_joined_text(has.get(rank, []))}; give both layouts that cut alike"
+                f"{_joined_text(has.get(rank, []))}; give both layouts that cut the same way"
             )
 
 

@@ -507,7 +507,7 @@ class Side:
 
     def _moved(self, version: Any, start: float, deadline: float | None = None) -> None:
         """The transfer, which this rank has waited for since `start`; deadline: by default the limit, from
-        now. Errors that all ranks have alike, in which nothing moved or what moved is known to be torn, leave
+        now. Errors that all ranks have, in which nothing moved or what moved is known to be torn, leave
         everything in use; others end it."""
         try:
             self._move(version, start, deadline)

@@ -175,7 +175,7 @@ def choose_transport(offers: Mapping[int, GpuOffer], rank: int) -> str:
         if offer.wants != offers[first].wants:
             text = (
                 f"rank {first} has {TRANSPORT_SWITCH}={offers[first].wants}, rank {other} has "
-                f"{TRANSPORT_SWITCH}={offer.wants}: set it alike on all ranks"
+                f"{TRANSPORT_SWITCH}={offer.wants}: set it to the same on all ranks"
             )
             raise _unfit(MeshcastError, rank, other, text)
     wanted = offers[first].wants
@@ -318,7 +318,7 @@ def connect_lanes(
     """Makes the communicators of those `lanes` that have none, together with all ranks of the group, which do
     so within the same `call` (lane, ordinal).
 
-    Raises MeshcastError or LayoutError, alike on all ranks, where they do not fit together;
+    Raises MeshcastError or LayoutError, on all ranks, where they do not fit together;
     DeadlineExceededError, PeerLostError or AbortedError where a rank is missing, which ends the group.
     """
     gpu = gpu_of(group)
@@ -337,7 +337,7 @@ def connect_lanes(
     try:
         told = _gather(group, control, topic, json.dumps([offer.as_text(), ids]), deadline)
     except MeshcastError as error:
-        control.abort(str(error))  # the ranks no longer count calls alike
+        control.abort(str(error))  # the ranks no longer count calls the same way
         raise
     transport = choose_transport(
         {rank: GpuOffer.from_text(text) for rank, (text, _) in told.items()}, group.rank

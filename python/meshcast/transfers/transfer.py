@@ -149,8 +149,8 @@ class PersistentTransfer:
     ) -> Handle[list[torch.Tensor | None]]:
         """Starts the transfer and returns at once. src, dst: this rank's local shards, one per problem, any
         strides; None where the rank is not in that mesh or its shard is empty. Starts of one lane arrive in
-        the order in which they were made, alike on all ranks. Raises LayoutError if a shard does not have the
-        shape or dtype of its layout; the other ranks then raise as well."""
+        the order in which they were made, the same on all ranks. Raises LayoutError if a shard does not have
+        the shape or dtype of its layout; the other ranks then raise as well."""
         call = self.launch(src, dst, seconds(timeout, self._parent.timeout))
         return Handle(
             call, list(dst), lambda: self.plan.lower_bound, [tensor for tensor in src if tensor is not None]

@@ -82,7 +82,7 @@ def better_cut(
     its step is shorter by the part `threshold` of the present one.
 
     Args:
-        layers: what each costs; None: all alike.
+        layers: what each costs; None: all the same.
         overhead: seconds to get to any other cut, beside those in which state is sent.
     """
     model = _Model(running, layers)
