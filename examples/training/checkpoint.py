@@ -74,7 +74,7 @@ def _check_same(folder: Path, own: dict[str, Any]) -> None:
         then, now = (", ".join(f"{name} {of[name]}" for name in changed) for of in (model, own["model"]))
         raise ConfigError(
             f"--resume: {folder} is of a model with {then}, this one has {now}; "
-            "use the model of then, or another --checkpoint folder"
+            "use the previous model, or another --checkpoint folder"
         )
     for name in unlike:
         raise ConfigError(

@@ -429,10 +429,10 @@ class Job(Generic[T]):
             c10d._set_pg_timeout(self._timeout or c10d.default_pg_timeout, each)
 
     def _move(self, training: T, held: int | None, members: list[str], start: meet.Start) -> int:
-        """Fills what was just made with the state of the ranks of then. Returns its steps."""
+        """Fills what was just made with the state of the previous ranks. Returns its steps."""
         now = {name: rank for rank, name in enumerate(members)}
         state = {} if held is None else self._held()
-        # Ranks of then are all in one layout at least, so that any may be lost; and steps are compared.
+        # The previous ranks are all in one layout at least, so that any may be lost; and steps are compared.
         everywhere = (Layout(list(range(len(start.then))), [Replicate()]), (1,))
         new = {**training.state_dict(), _STEPS: torch.zeros(1, dtype=torch.int64)}
         where = self._places(state, everywhere)
@@ -496,7 +496,7 @@ class Job(Generic[T]):
 
 
 def _changed(then: Sequence[str], now: Mapping[str, int]) -> dict[str, Any]:
-    """Arguments of remesh, of the workers of then."""
+    """Arguments of remesh, of the previous workers."""
     return {
         "lost": [rank for rank, name in enumerate(then) if name not in now],
         "ranks": {rank: now[name] for rank, name in enumerate(then) if name in now},

@@ -79,7 +79,7 @@ def leave_groups(reason: str) -> None:
 
 def forget_meshes() -> None:
     """Drops what DTensor keeps for the meshes that it has met. It finds that by meshes that are equal, and it
-    has the names of the groups of then: they are of no group now, or of another one. What other threads
+    has the names of the previous groups: they are of no group now, or of another one. What other threads
     keep, as those that run a backward on GPUs, stays."""
     _clear_sharding_prop_cache()
 
@@ -104,25 +104,25 @@ def remesh(
     live, and ranks that join. It is reshard_state_dict for a job whose ranks change.
 
     Args:
-        state: {name: entry}, what this rank holds: DTensors of FSDP2 or tensor parallelism on the mesh of
-            then, plain tensors, and what is no tensor (step counts, positions in the data, hyperparameters).
-            The process groups of the mesh of then are not used and may be gone. None or {} on ranks that
+        state: {name: entry}, what this rank holds: DTensors of FSDP2 or tensor parallelism on the
+            previous mesh, plain tensors, and what is no tensor (step counts, positions in the data, hyperparameters).
+            The process groups of that mesh are not used and may no longer exist. None or {} on ranks that
             join.
-        old: layouts of plain tensors that are shards, in the rank numbers of then: {name: place} or a
+        old: layouts of plain tensors that are shards, in the previous rank numbers: {name: place} or a
             function of the name, whose places are a Layout, (Layout, shape), (mesh, placements) or (mesh,
             placements, shape). None as a place, or for `old`: a DTensor tells its layout, other tensors are
             copies on every rank that has them.
-        new: where each tensor goes, in the rank numbers of now: {name: place} or a function of the name,
+        new: where each tensor goes, in the present rank numbers: {name: place} or a function of the name,
             which is asked for all that any rank holds. Places are those of reshard_state_dict: (mesh,
             placements), Layout or (Layout, device). In a mapping they may be tensors, which are filled: a
             DTensor, or a plain tensor as a copy on every rank that gives one. A model's new state dict will
             do; what is no tensor in it is left out.
-        lost: ranks that are dead or gone with what they held, by their numbers of then; the same on all
+        lost: ranks that are dead or gone with what they held, by their previous numbers; the same on all
             ranks. What they held comes from copies on ranks that live.
-        ranks: {rank of then: rank of now} of the ranks that live, where the process group was made anew. None
+        ranks: {previous rank: rank now} of the ranks that live, where the process group was made anew. None
             where ranks kept their numbers.
         own: entries of which each rank has its own, such as the state of a random generator: names, or a
-            function of the name. All ranks get that of the lowest rank of now that has one. Other entries
+            function of the name. All ranks get that of the lowest present rank that has one. Other entries
             must be the same on the ranks that have them.
         loaded: {name: [(box, tensor)]}, what this rank has read from a checkpoint in place of what is gone.
             Any rank may have read any box, by the names and boxes of `gone`.
@@ -140,7 +140,7 @@ def remesh(
         LayoutError: on all ranks that call, before a tensor moves: a rank in `lost` that held nothing, that
             `ranks` or `new` have as well, or that calls; a name without destination; no step of which all
             `replicas` have whole copies. Where a box lives on no rank any more, the field `gone` lists each
-            (name, box, ranks of then that had it): load just these from a checkpoint and call again with
+            (name, box, previous ranks that had it): load just these from a checkpoint and call again with
             `loaded`.
         PlanMismatchError: shapes, dtypes, layouts, entries or `lost` differ among ranks.
         MeshcastError: copies of a tensor differ among ranks, or what arrived is not what was sent; tensors of

@@ -3,8 +3,8 @@
 The values that travel together: every output of a stage to all stages that use it, once.
 
 Consumers whose layouts join to one, because each needs the whole value or all cut it the same way over meshes
-of one shape, get it by one multicast; the others by a transfer each. Pure functions of what all ranks know, so
-that all come to the same edges in the same order.
+of one shape, get it by one multicast; the others by a transfer each. Pure functions of what all ranks know,
+so that all come to the same edges in the same order.
 """
 
 from __future__ import annotations

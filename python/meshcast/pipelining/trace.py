@@ -1,7 +1,7 @@
 """Traces: what a step really did, as a Chrome trace, and what they tell: whose value a rank waited for, how
 long the stages computed. Timelines, measured or simulated, as text and as pictures.
 
-On a GPU the host is through with a step before the GPU is, so its own clock tells nothing of compute: marks
+On a GPU the host completes a step before the GPU does, so its own clock tells nothing of compute: marks
 in the compute stream are read when somebody asks for the trace.
 """
 
@@ -316,7 +316,7 @@ class GpuClock:
         self._transfers.append((name, begin, handle))
 
     def read_into(self, trace: Trace) -> None:
-        """Moves what there is into the trace, by the clock of the host. Blocks until the GPU is through with
+        """Moves what there is into the trace, by the clock of the host. Blocks until the GPU has completed
         the step. Transfers that failed, or whose end is not known yet, are left out."""
         if self._spans:
             now = self.mark()

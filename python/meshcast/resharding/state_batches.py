@@ -166,7 +166,7 @@ class Batch:
             for name, local in landing.items():
                 arriving[name].copy_(local)
         except Exception as error:
-            mark_told(error)  # the others are in this call, or through with it
+            mark_told(error)  # the others are in this call, or have completed it
             raise
         return call
 
@@ -191,7 +191,7 @@ def _end_on_gpu(call: Call, deadline: float) -> None:
     while not call.is_completed():
         if time.monotonic() >= deadline:
             raise DeadlineExceededError(
-                f"{OP}: the GPU was not through with what arrived by the limit of the call",
+                f"{OP}: the GPU had not finished with what arrived by the limit of the call",
                 op=OP,
                 phase="transfer",
                 elapsed=time.monotonic() - begin,

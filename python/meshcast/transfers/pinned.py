@@ -117,7 +117,7 @@ class PinnedPool:
     """Blocks of pinned memory, in sizes that are powers of two, so that tensors of any shape share them.
 
     Pinning costs far more than a copy: a block is allocated once, lent to one call at a time, and lent again
-    when that call is through with it on the host and on the GPU. Those of a call that failed are given up:
+    when that call no longer needs it on the host and on the GPU. Those of a call that failed are given up:
     nobody knows what still writes to them. Thread-safe.
     """
 

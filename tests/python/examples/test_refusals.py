@@ -54,7 +54,7 @@ def test_the_newest_complete_checkpoint_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("then", "now", "message"),
     [
-        ((), ("--layers", "2"), "of a model with layers 4, this one has layers 2; use the model of then"),
+        ((), ("--layers", "2"), "of a model with layers 4, this one has layers 2; use the previous model"),
         (("--tied",), (), "of a model with tied True, this one has tied False"),
         (("--batch", "48"), (), "written with batch 48, this run has 24; use --batch 48, or another"),
         (("--seed", "3"), (), "written with seed 3, this run has 0; use --seed 3, or another"),
