@@ -104,8 +104,8 @@ def remesh(
     live, and ranks that join. It is reshard_state_dict for a job whose ranks change.
 
     Args:
-        state: {name: entry}, what this rank holds: DTensors of FSDP2 or tensor parallelism on the
-            previous mesh, plain tensors, and what is no tensor (step counts, positions in the data, hyperparameters).
+        state: {name: entry}, what this rank holds: DTensors of FSDP2 or tensor parallelism on the previous
+            mesh, plain tensors, and what is no tensor (step counts, positions in the data, hyperparameters).
             The process groups of that mesh are not used and may no longer exist. None or {} on ranks that
             join.
         old: layouts of plain tensors that are shards, in the previous rank numbers: {name: place} or a
