@@ -140,11 +140,14 @@ std::shared_ptr<Group> OpenRefusals::awaiting(const OpenRefusal& refusal,
 
 std::vector<std::shared_ptr<Group>> OpenRefusals::fitting(const OpenRefusal& refusal) const {
   std::vector<std::shared_ptr<Group>> out;
-  const std::lock_guard lock(mutex_);
-  for (const auto& each : groups_) {
-    auto group = each.lock();
-    if (group && group->has(rank_) && refusal.fits(group->identity().ranks)) out.push_back(std::move(group));
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& each : groups_) out.push_back(each.lock());
   }
+  // Without the lock: with the last reference to a group, what a layer above keeps of it is freed.
+  std::erase_if(out, [&](const auto& group) {
+    return !group || !group->has(rank_) || !refusal.fits(group->identity().ranks);
+  });
   return out;
 }
 
