@@ -222,7 +222,7 @@ class AgreedPlan:
     @property
     def descriptor(self) -> str: ...
     def next_run(self) -> int:
-        """How often it had been run before, the same on all ranks."""
+        """Number of times that it had run before, the same on all ranks."""
 
 class Transport:
     """How the ranks of a private group exchange messages between hosts."""

@@ -124,7 +124,7 @@ class ReshardedState(dict[str, Any]):
     """{name: tensor} in the order of this rank's destinations, then entries that are no tensors."""
 
     version: int | None = None
-    """That of the weights; None if the holders gave none."""
+    """Version of the weights; None if the holders gave none."""
 
 
 class Memory:
