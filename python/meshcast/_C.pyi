@@ -120,7 +120,7 @@ def digest(
     magnitude: int,
     limit: int,
 ) -> int:
-    """Of a part on the CPU of a tensor of this shape, where it begins at low; unsigned. See digest.h."""
+    """Digest of a part on the CPU of a tensor of this shape, where it begins at low; unsigned. See digest.h."""
 
 def cut_edges(node: Any, numbers: Sequence[int]) -> None:
     """The edges with these numbers of a node of autograd's graph lead nowhere from now on."""
@@ -225,7 +225,7 @@ class AgreedPlan:
         """Number of times that it had run before, the same on all ranks."""
 
 class Transport:
-    """How the ranks of a private group exchange messages between hosts."""
+    """Messages between the hosts of a private group."""
 
     def lost(self, peer: int) -> str:
         """Why nothing comes from a peer (its position in the group) any more; "" as far as this is not
@@ -237,7 +237,7 @@ class ProbingTransport(Transport):
 def gloo_transport(rails: Sequence[Backend], first_rail: Sequence[int], rank: int) -> Transport: ...
 
 class UcxPlane:
-    """What this process has of UCX, shared by all private groups: the first makes it."""
+    """UCX in this process, shared by all private groups: the first makes it."""
 
     WIRE: int
     """Number of the form in which messages travel; that of all ranks has to be the same."""
@@ -246,7 +246,7 @@ class UcxPlane:
     @property
     def version(self) -> str: ...
     def address(self) -> tuple[int, list[bytes], dict[int, int]]:
-        """Which process this is, its address on each rail, and by process how often a connection broke."""
+        """This process, its address on each rail, and by process how often a connection broke."""
 
     def join(
         self,
@@ -284,7 +284,7 @@ class GroupCore:
     ) -> Work: ...
     def stats(self, work: Work) -> dict[str, float]: ...
     def traffic(self, work: Work) -> list[tuple[int, bool, int, int]]:
-        """Of one run: peer (its position in the group), whether it is sent there, messages, bytes."""
+        """Traffic of one run: peer (its position in the group), whether it is sent there, messages, bytes."""
 
     def abort(self, reason: str) -> None: ...
     def error(self) -> str | None: ...
@@ -553,7 +553,7 @@ def nccl_unique_id() -> bytes: ...
 def cuda_ipc_obstacle(device: int) -> str: ...
 
 class IpcMeeting:
-    """Where a rank listens for the others of its host, for one lane; only builds with CUDA code have it."""
+    """Place where a rank listens for the others of its host, for one lane; only builds with CUDA code have it."""
 
     def __init__(self) -> None: ...
     @property
@@ -580,7 +580,7 @@ class GpuGroupCore:
     ) -> Work: ...
     def stats(self, work: Work) -> dict[str, float]: ...
     def traffic(self, work: Work) -> list[tuple[int, bool, int, int]]:
-        """Of one run: peer (its position in the group), whether it is sent there, messages, bytes."""
+        """Traffic of one run: peer (its position in the group), whether it is sent there, messages, bytes."""
 
     def abort(self, reason: str) -> None: ...
     def error(self) -> str | None: ...
@@ -601,7 +601,7 @@ class PointToPoint:
     def connect(self, peer: int, transport: ProbingTransport) -> None: ...
     def refuse(self, peer: int, error: Exception) -> None: ...
     def awaits(self) -> bool:
-        """Whether a call waits for a rank that has not been met."""
+        """Returns whether a call waits for a rank that has not been met."""
 
     def shutdown(self) -> None: ...
 
