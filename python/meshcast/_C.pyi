@@ -120,7 +120,7 @@ def digest(
     magnitude: int,
     limit: int,
 ) -> int:
-    """Digest of a part on the CPU of a tensor of this shape, where it begins at low; unsigned. See digest.h."""
+    """Digest of a part, on the CPU, of a tensor of this shape; it begins at low. Unsigned; see digest.h."""
 
 def cut_edges(node: Any, numbers: Sequence[int]) -> None:
     """The edges with these numbers of a node of autograd's graph lead nowhere from now on."""
@@ -553,7 +553,7 @@ def nccl_unique_id() -> bytes: ...
 def cuda_ipc_obstacle(device: int) -> str: ...
 
 class IpcMeeting:
-    """Place where a rank listens for the others of its host, for one lane; only builds with CUDA code have it."""
+    """Socket at which a rank awaits the others of its host, for one lane. Only builds with CUDA have it."""
 
     def __init__(self) -> None: ...
     @property
