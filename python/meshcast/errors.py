@@ -10,23 +10,25 @@ them too. `LayoutError` is a `ValueError` as well, `DeadlineExceededError` a `Ti
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 __all__ = [
     "AbortedError",
+    "Caller",
     "DeadlineExceededError",
     "LayoutError",
     "MeshcastError",
     "PeerLostError",
     "PlanMismatchError",
     "mark_told",
-    "typed",
     "was_told",
 ]
 
+E = TypeVar("E", bound="MeshcastError")
 _Base: type[RuntimeError] = getattr(dist, "DistError", RuntimeError)
 
 
@@ -144,15 +146,59 @@ def was_told(error: BaseException) -> bool:
     return getattr(error, "_meshcast_told", False)
 
 
-def typed(error: Exception, op: str, rank: int | None = None) -> Exception:
-    """Returns the error that a call raises where its arguments caused `error`: a MeshcastError, but
-    torch.OutOfMemoryError as it is, since programs expect that by its name."""
-    if isinstance(error, MeshcastError | torch.OutOfMemoryError):
-        return error
-    text = (str(error).splitlines() or [""])[0]
-    where = op if rank is None else f"{op} on rank {rank}"
-    if isinstance(error, MemoryError) or "allocate memory" in text:
-        return MeshcastError(f"{where}: there is not enough memory: {text}", rank=rank, op=op)
-    return LayoutError(
-        f"{where}: these arguments cannot be used: {type(error).__name__}: {text}", rank=rank, op=op
-    )
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The call that an error is about. Its errors begin with "reshard on rank 2: " and have its fields.
+
+    Attributes:
+        op: the public name of the call: "reshard", "WeightSync.push", ...
+        rank: global rank of this process; None outside a job.
+        phase: as in `MeshcastError`.
+
+    Example: what checks raise inside the block needs neither the call nor the rank::
+
+        with Caller("reshard", rank):
+            raise LayoutError("placements are missing")  # reshard on rank 2: placements are missing
+    """
+
+    op: str
+    rank: int | None = None
+    phase: str | None = None
+
+    def __str__(self) -> str:
+        return self.op if self.rank is None else f"{self.op} on rank {self.rank}"
+
+    def error(self, kind: type[E], text: str, **facts: Any) -> E:
+        """Returns an error of this call. facts: its other fields: peer, elapsed, limit, ..."""
+        return kind(f"{self}: {text}", **{"rank": self.rank, "op": self.op, "phase": self.phase, **facts})
+
+    def name(self, error: MeshcastError) -> None:
+        """Makes `error` one of this call, unless it names another call already."""
+        text = str(error)
+        if error.op not in (None, self.op):
+            return
+        if not text.startswith((f"{self.op} on rank ", "rank ")):
+            error.args = (f"{self}: {text.removeprefix(f'{self.op}: ')}", *error.args[1:])
+        error.op = self.op
+        error.rank = self.rank if error.rank is None else error.rank
+        error.phase = self.phase if error.phase is None else error.phase
+
+    def typed(self, error: Exception) -> Exception:
+        """Returns the error that this call raises where its arguments caused `error`: a MeshcastError, but
+        torch.OutOfMemoryError as it is, since programs expect that by its name."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return error
+        if isinstance(error, MeshcastError):
+            self.name(error)
+            return error
+        text = (str(error).splitlines() or [""])[0]
+        if isinstance(error, MemoryError) or "allocate memory" in text:
+            return self.error(MeshcastError, f"there is not enough memory: {text}")
+        return self.error(LayoutError, f"these arguments cannot be used: {type(error).__name__}: {text}")
+
+    def __enter__(self) -> Caller:
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: object) -> None:
+        if isinstance(error, MeshcastError):
+            self.name(error)

@@ -4,6 +4,7 @@ import pickle
 
 import meshcast
 import pytest
+import torch
 import torch.distributed as dist
 from meshcast import _C, Layout, errors
 
@@ -16,7 +17,11 @@ FIELDS = {
     "elapsed": 1.5,
     "limit": 2.0,
 }
-CLASSES = [each for each in map(errors.__dict__.get, errors.__all__) if isinstance(each, type)]
+CLASSES = [
+    each
+    for each in map(errors.__dict__.get, errors.__all__)
+    if isinstance(each, type) and issubclass(each, errors.MeshcastError)
+]
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -45,6 +50,35 @@ def test_lost_peers_say_how_far_they_came() -> None:
         20,
         "10.0.0.7:41000",
     )
+
+
+def test_a_caller_names_the_errors_of_its_call() -> None:
+    caller = errors.Caller("reshard", 2, "agree")
+    error = caller.error(errors.PeerLostError, "lost rank 5", peer=5)
+    assert str(error) == "reshard on rank 2: lost rank 5"
+    assert (error.rank, error.op, error.phase, error.peer) == (2, "reshard", "agree", 5)
+    with pytest.raises(meshcast.LayoutError, match=r"^reshard on rank 2: no mesh$") as caught, caller:
+        raise errors.LayoutError("reshard: no mesh")
+    assert (caught.value.rank, caught.value.op) == (2, "reshard")
+    # One of an inner call stays what it is, and no text is named twice.
+    outer = errors.Caller("step", 2)
+    with pytest.raises(meshcast.LayoutError, match=r"^reshard on rank 2: no mesh$"), outer, caller, caller:
+        raise errors.LayoutError("no mesh")
+    with pytest.raises(ZeroDivisionError), caller:
+        raise ZeroDivisionError
+
+
+def test_a_caller_types_the_errors_of_its_arguments() -> None:
+    caller = errors.Caller("plan")
+    found = caller.typed(KeyError("x"))
+    assert isinstance(found, meshcast.LayoutError)
+    assert str(found) == "plan: these arguments cannot be used: KeyError: 'x'"
+    assert str(caller.typed(MemoryError("of 3 GiB"))) == "plan: there is not enough memory: of 3 GiB"
+    full = torch.OutOfMemoryError("no")
+    assert caller.typed(full) is full
+    named = errors.LayoutError("bad")
+    assert caller.typed(named) is named
+    assert (str(named), named.op) == ("plan: bad", "plan")
 
 
 def test_errors_of_cpp_are_typed() -> None:

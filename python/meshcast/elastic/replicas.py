@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ..base import checks
 from ..base.boxes import extents
 from ..base.host import host_identity
-from ..errors import LayoutError, MeshcastError, PlanMismatchError, typed
+from ..errors import Caller, LayoutError, MeshcastError, PlanMismatchError
 from ..groups.parent import parent_group, seconds
 from ..layout import Box, Layout
 from ..resharding.meshes import Gone
@@ -294,7 +294,7 @@ class Replicas:
             about = {"every": self.every, "topology": None if topology is None else topology.to_json()}
             said = Given({f"rank {self._rank}": {"text": call.text(), "host": host}, **about}, None)
         except Exception as error:
-            said = typed(error, _OP, self._rank)
+            said = Caller(_OP, self._rank).typed(error)
         try:
             told = run(parent, conversation(self._twin), time.monotonic() + self._limit, said)
             ranks = sorted(parent.ranks)
@@ -351,7 +351,7 @@ class Replicas:
             shards = {name: local_of(tensor) for name, tensor in tensors.items()}
             copy.take(shards, self._shapes, same_memory(tensors.items()))
         except Exception as raised:
-            error = typed(raised, _OP, self._rank)
+            error = Caller(_OP, self._rank).typed(raised)
             self._handle = started(
                 self._twin, Prepared(self._rank, Given(None, None), None, wrong=error), self._limit
             )

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from .. import _C
 from ..base import checks, forks
 from ..base.observe import Flight, Members, log
-from ..errors import AbortedError, LayoutError, mark_told, typed, was_told
+from ..errors import AbortedError, Caller, LayoutError, mark_told, was_told
 from ..layout import Layout
 from .parent import ParentGroup, known_parents, parent_group, seconds
 
@@ -44,7 +44,7 @@ def raise_refused(
     """
     found = error
     if not was_told(error) and dist.is_available() and dist.is_initialized():
-        found = typed(error, op, dist.get_rank())
+        found = Caller(op, dist.get_rank()).typed(error)
         mark_told(found)
         Flight(op, Members("") if private is None else private.members, dist.get_rank()).failed(found)
         try:
@@ -52,7 +52,7 @@ def raise_refused(
         except Exception as failed:  # this rank's error is worth more than the obstacle to telling it
             log.warning("%s: the other ranks could not be told of an error: %s", op, failed)
     elif not was_told(error):
-        found = typed(error, op)
+        found = Caller(op).typed(error)
     if found is error:
         raise error
     raise found from error

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from meshcast import _C
 from meshcast.base import forks
 from meshcast.base.observe import Flight, Members
-from meshcast.errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError, typed
+from meshcast.errors import AbortedError, Caller, DeadlineExceededError, MeshcastError, PeerLostError
 from meshcast.groups.network import Network, interfaces
 from meshcast.groups.store import StoreConnection, store_of_life, within
 from meshcast.planning.text import ranks_text
@@ -395,7 +395,7 @@ def refusals_told(group: Any, index: int | None = None) -> Iterator[None]:
     except Exception as cause:
         error = cause
         if not _is_of_python(cause):
-            error = typed(cause, "PipelineStage", dist.get_rank() if dist.is_initialized() else None)
+            error = Caller("PipelineStage", dist.get_rank() if dist.is_initialized() else None).typed(cause)
         if told:
             with suppress(Exception):  # the refusal is what the caller is to see
                 PipelineBoard(group, _TOLD).end(str(error))

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..errors import LayoutError, MeshcastError, typed
+from ..errors import Caller, LayoutError, MeshcastError
 from ..groups.parent import ParentGroup
 from ..transfers.handle import Handle
 from ..transfers.transfer import Call
@@ -51,7 +51,7 @@ class Digested:
         try:
             self._given = self._checked(requests, out, lost, strategy, topology)
         except Exception as error:
-            self._wrong = typed(error, op, parent.rank)
+            self._wrong = Caller(op, parent.rank).typed(error)
 
     def _others(self, requests: Sequence[Request], lost: Sequence[int]) -> tuple[set[int], bool]:
         """Ranks of the group that the call has nothing to do with, and whether this rank is in it."""

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from typing_extensions import Unpack, deprecated
 
-from ..errors import LayoutError, typed
+from ..errors import Caller, LayoutError
 from ..groups.parent import parent_group, seconds
 from ..groups.telling import raise_refused
 from ..spec import TensorSpec
@@ -205,7 +205,7 @@ class Resharder:
             (result,), call = compiled.begin([x], self._limit, None if out is None else [out], driven=driven)
         except Exception as error:
             if compiled.transfer is None:
-                raise typed(error, _OP) from error
+                raise Caller(_OP).typed(error) from error
             raise_refused(
                 error, _OP, (), self._options["group"], self._limit, private=compiled.transfer._group
             )

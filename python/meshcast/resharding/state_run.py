@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ..base import checks
-from ..errors import AbortedError, DeadlineExceededError, PeerLostError, PlanMismatchError, typed, was_told
+from ..errors import AbortedError, Caller, DeadlineExceededError, PeerLostError, PlanMismatchError, was_told
 from ..groups.parent import ParentGroup
 from ..groups.store import within
 from ..layout import Layout
@@ -265,7 +265,7 @@ class Prepared:
             hash(self.key)  # here, where it is refused, and not where it is looked for
             self.versions = call.watched(written)
         except Exception as error:
-            self.refused = typed(error, OP, rank)
+            self.refused = Caller(OP, rank).typed(error)
             self.call = None
         self._digests: dict[str, int] = {}
 
@@ -394,7 +394,7 @@ class Conversation:
         except (DeadlineExceededError, PeerLostError, AbortedError):
             raise
         except Exception as error:  # of one rank's tensors: ranks that do not need them have to hear of it
-            failure = typed(error, OP, rank)
+            failure = Caller(OP, rank).typed(error)
             for batch in [] if known is None else known.batches[len(made) + was_told(error) :]:
                 batch.refuse(failure, _left(deadline))
         changed = prepared.changed([] if known is None else known.sources)
@@ -426,7 +426,7 @@ class Conversation:
                         local = local_of(call.tensors[name])
                         digests[at] = shard_digest(local, layout, origin.shape, rank)
         except Exception as error:  # the others have to hear of it
-            failure = typed(error, OP, rank)
+            failure = Caller(OP, rank).typed(error)
         topic = f"twins {number}"
         said = self.rows.gather([_NONE if failure is None else _REFUSED, *digests], _left(deadline))
         if failure is not None:

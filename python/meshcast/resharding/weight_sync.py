@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Unpack
 
 from ..base import checks, forks
-from ..errors import DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError, typed
+from ..errors import Caller, DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
 from ..groups.parent import parent_group, seconds
 from ..groups.ready_barrier import Late, ReadyBarrier
 from .state_arguments import Given
@@ -111,7 +111,7 @@ class WeightSync:
                 raise LayoutError(f"{_OP}: out= has the only buffer; pass buffers=1 with it")
             given = Given(None, destinations, **options)
         except Exception as error:
-            wrong, given = as_call_of(_OP, typed(error, _OP, parent.rank)), Given(None, None)
+            wrong, given = as_call_of(_OP, Caller(_OP, parent.rank).typed(error)), Given(None, None)
         twin = parent.twin(self._name)
         ranks, within = list(parent.ranks), twin.full_name
         barrier = ReadyBarrier(self._name, twin.store, ranks, parent.rank, limit, within)

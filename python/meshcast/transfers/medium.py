@@ -12,7 +12,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from .. import _C
 from ..base.checks import dtype_name
-from ..errors import LayoutError, typed
+from ..errors import Caller, LayoutError
 
 __all__ = [
     "DeviceTypes",
@@ -248,7 +248,7 @@ class Medium(ABC):
         try:
             return self.start(core, call, agreed, **arguments)
         except Exception as error:
-            found = typed(error, call.op, call.flight.rank)
+            found = Caller(call.op, call.flight.rank).typed(error)
             raise found from error.__cause__ if found is error else error
 
     @abstractmethod

@@ -13,7 +13,7 @@ import torch
 from .. import _C
 from .._C import Call, CallNumber
 from ..base.checks import dtype_name
-from ..errors import LayoutError, MeshcastError, mark_told, typed
+from ..errors import Caller, LayoutError, MeshcastError, mark_told
 from ..groups.parent import ParentGroup, seconds
 from ..planning.plan import Plan, Problem, plan_many
 from .gpu import GpuMedium
@@ -179,7 +179,7 @@ class PersistentTransfer:
                     self._medium.check((*src, *dst))
                 self._bring(call, src, dst, reverse=False)
         except Exception as error:
-            found = typed(error, self._op, self._group.rank)
+            found = Caller(self._op, self._group.rank).typed(error)
             (call.flight if call is not None else self._core.new_flight(reverse=False)).failed(found)
             self._group.refuse(self._lane, found, timeout).wait()
             mark_told(found)
@@ -283,7 +283,7 @@ def _compiled(transfer: PersistentTransfer | None) -> tuple[Any, ...]:
     try:
         return transfer._compile()
     except Exception as error:
-        found = typed(error, transfer._op, transfer._group.rank)
+        found = Caller(transfer._op, transfer._group.rank).typed(error)
         raise found from error.__cause__ if found is error else error
 
 
