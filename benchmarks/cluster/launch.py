@@ -133,5 +133,5 @@ def _wait(
         if not running:
             return
         if time.monotonic() > end:
-            raise ClusterError(f"not through after {limit:.0f} s; all ranks were ended")
+            raise ClusterError(f"not complete after {limit:.0f} s; all ranks were ended")
         time.sleep(0.2)

@@ -61,8 +61,9 @@ bool ReshardWork::wait(std::chrono::milliseconds timeout) {
     context.limit = std::chrono::duration<double>(timeout).count();
     throw Error(
         ErrorKind::DeadlineExceeded,
-        fmt::format("{} call {}: not through after {:.2f} s, the limit given to wait(); the transfer goes on",
-                    label.op(), label.ordinal, run_->seconds()),
+        fmt::format(
+            "{} call {}: not complete after {:.2f} s, the limit given to wait(); the transfer continues",
+            label.op(), label.ordinal, run_->seconds()),
         context);
   }
   return raise_or_true();

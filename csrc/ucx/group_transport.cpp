@@ -248,8 +248,8 @@ void GroupTransport::shutdown() {
   abort();
   std::unique_lock lock(plane_->mutex());
   plane_->wait(lock, [this] { return flights_.empty() && untold_ == 0; });
-  // Nothing moves any more where the process ends at this moment. What UCX is busy with then ends after this
-  // group has gone, and tells nobody; what has ended is told here.
+  // Nothing moves any longer where the process ends at this moment. What UCX is busy with then ends after this
+  // group has ended, and tells nobody; what has ended is told here.
   for (Flight* flight : flights_) flight->group = nullptr;
   flights_.clear();
   while (untold_ > 0) {

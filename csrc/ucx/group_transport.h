@@ -80,7 +80,7 @@ class GroupTransport final : public ProbingTransport {
     int32_t taken = 0;                    // small messages taken since the last credit
     int32_t left_rails = 0;               // on which it has said that it leaves
     bool told = false;                    // that this rank leaves
-    std::string lost;                     // why nothing comes from there any more; empty while something may
+    std::string lost;                     // why nothing comes from there any longer; empty while something may
     std::string cause;                    // that it told when it left
     TimePoint leaves = TimePoint::max();  // when it counts as lost because it has left
   };

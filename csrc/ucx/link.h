@@ -103,7 +103,7 @@ struct Sending {
 // What UCX is busy with. Its header stays where it is until it has ended.
 struct Flight {
   GroupTransport* group =
-      nullptr;  // which waits for its flights before it goes; null: it has gone all the same
+      nullptr;  // which waits for its flights before it goes; null: it has ended all the same
   std::shared_ptr<Link> link;
   int peer = -1;
   Kind kind = Kind::Data;

@@ -182,7 +182,7 @@ void GroupTransport::give_up_locked(const std::shared_ptr<Sending>& sending, con
   settle_locked(sending);
 }
 
-// Ends it if it is over and nobody reads its memory any more.
+// Ends it if it is over and nobody reads its memory any longer.
 void GroupTransport::settle_locked(const std::shared_ptr<Sending>& sending) {
   if (!sending->message || sending->in_flight > 0 || sending->reading) return;
   if (!sending->error && !(sending->taken && sending->all_issued)) return;

@@ -49,7 +49,7 @@ class Plane {
                                                  std::vector<int32_t> first_rail) = 0;
 
   // For ranks that wait for a process with which they have no group yet: tells, whenever it is called, why that
-  // process cannot be reached any more; "" as far as this is not known.
+  // process cannot be reached any longer; "" as far as this is not known.
   virtual std::function<std::string()> watch(const Address& address) = 0;
 };
 

@@ -40,7 +40,8 @@ std::map<std::string, std::string> settings(const PlaneOptions& options) {
       {"KEEPALIVE_INTERVAL", interval},
       {"TCP_USER_TIMEOUT", fmt::format("{}s", 3 * third)},
   };
-  // Of fragments that are fetched: the sender writes them, since what it takes back must not be read any more.
+  // Of fragments that are fetched: the sender writes them, since what it takes back must not be read any
+  // longer.
   if (options.rdma) out.emplace("RNDV_SCHEME", "put_zcopy");
   return out;
 }
@@ -384,7 +385,7 @@ void ProcessPlane::arrived_locked(Kind kind, const Header& header, const std::by
   }
 }
 
-// The buffer is the fetch's own until UCX is through with it, whatever becomes of the message meanwhile.
+// The buffer is the fetch's own until UCX is done with it, whatever becomes of the message meanwhile.
 void ProcessPlane::fetch_locked(Fetch announced) {
   auto fetch = std::make_unique<Fetch>(std::move(announced));
   fetch->buffer = fragment_locked();

@@ -37,7 +37,7 @@ class ProcessPlane final : public Plane, public Source, public std::enable_share
   // tells, and a peer may not answer.
   void end_with_process();
 
-  // Nothing moves any more. Answers whether no thread was in UCX by then.
+  // Nothing moves any longer. Answers whether no thread was in UCX by then.
   bool stop(TimePoint limit = TimePoint::max());
 
   Address address() const override;
@@ -79,7 +79,7 @@ class ProcessPlane final : public Plane, public Source, public std::enable_share
   // by more than that one.
   bool many_fragments_locked() const { return fragments_in_use_ >= kManyFragments; }
 
-  // Sends with UCX; what is not through at once ends later. Answers whether it was.
+  // Sends with UCX; what is not complete at once ends later. Answers whether it was.
   bool send_locked(std::unique_ptr<Flight> flight, const void* data, int64_t nbytes);
 
  private:

@@ -65,7 +65,7 @@ def test_ranks_get_what_torchrun_gives_them() -> None:
         with pytest.raises(ClusterError, match=r"(?s)status 3.*broken"):
             run_ranks(cluster, 1, [sys.executable, "-c", "print('broken'); raise SystemExit(3)"], limit=100)
         begin = time.monotonic()
-        with pytest.raises(ClusterError, match="not through after 1 s"):
+        with pytest.raises(ClusterError, match="not complete after 1 s"):
             run_ranks(cluster, 1, ["sleep", "1000"], limit=1)
         assert time.monotonic() - begin < 100
         assert not cluster.processes()

@@ -231,7 +231,7 @@ class Judge {
         if (!faults && !late) {
           if (!differs_up_to(call)) return "nothing kept a rank from its limit";
           // A rank to which its kind is known, and that has nothing to move, does not stand still in it. Once a
-          // later call is refused, nobody compares any more.
+          // later call is refused, nobody compares any longer.
           if (program_.calls[call].limit > 4 && is_own(each, call) && !anybody_succeeded_unlike(call) &&
               !has_refusals())
             return "all ranks are there, and would have said that they differ";
@@ -314,7 +314,7 @@ class Judge {
 
   // Whether all that happens is that ranks refuse calls, and wait for each before they make the next: then all
   // other calls succeed, over as many lives as that takes. Ranks that do not need the one that refused a call
-  // may be through with the next before they hear of it.
+  // may be done with the next before they hear of it.
   bool goes_on() const {
     if (!program_.faults.empty() || !all_wait() || late_up_to(program_.calls.size() - 1)) return false;
     if (!program_.sides.empty()) return false;  // calls of other lanes that are in flight end with a life

@@ -286,7 +286,7 @@ MUTANTS = [
         "error = nullptr;",
     ),
     Mutant(
-        "group: a call that others are through with begins",
+        "group: a call that others are done with begins",
         "group/group.cpp",
         "if (first != life_.first.end() && *command->ordinal < first->second) {",
         "if (first == life_.first.end() && *command->ordinal < 0) {",

@@ -56,7 +56,7 @@ struct Fault {
     Abort,
     Close,
     Hang,
-    StoreEmptied,  // it is started anew, and has lost all
+    StoreEmptied,  // it is started again, and has lost all
     HalfOpen,      // nothing passes from the rank to the other, which does not see that
     Interrupt      // a handler of a signal raises in the rank's main thread
   };

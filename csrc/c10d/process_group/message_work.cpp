@@ -138,7 +138,7 @@ bool MessageWork::wait(std::chrono::milliseconds timeout) {
     if (timeout != kNoTimeout)
       throw state_->problem(
           ErrorKind::DeadlineExceeded,
-          fmt::format("not through after {:.2f} s, the limit given to wait(); the message goes on", seconds),
+          fmt::format("not complete after {:.2f} s, the limit given to wait(); the message continues", seconds),
           seconds);
     owner_->give_up(state_, seconds);
     if (!ended_by(Clock::now() + kEndGrace))

@@ -121,7 +121,7 @@ bool PendingWork::wait(std::chrono::milliseconds timeout) {
       context.phase = "wait";
       context.limit = std::chrono::duration<double>(timeout).count();
       throw Error(ErrorKind::DeadlineExceeded,
-                  fmt::format("{}: not started after {:.2f} s, the limit given to wait(); the call goes on",
+                  fmt::format("{}: not started after {:.2f} s, the limit given to wait(); the call continues",
                               c10d::opTypeToString(opType_), context.limit),
                   context);
     }

@@ -265,7 +265,7 @@ void PointToPoint::connect(int number, std::shared_ptr<ProbingTransport> transpo
   {
     const std::lock_guard lock(mutex_);
     Peer& peer = peer_at(number);
-    if (over_ || peer.failure) return;  // nobody waits for it any more
+    if (over_ || peer.failure) return;  // nobody waits for it any longer
     peer.transport = std::move(transport);
     for (const bool sends : {false, true}) {
       moves_.push_back({sends ? Move::Kind::Send : Move::Kind::Recv, peer.transport,
@@ -332,7 +332,7 @@ void PointToPoint::end_from_anybody_locked(const std::exception_ptr& error) {
       if (call.peer != kAnybody) return false;
       call.state->end(error ? error
                             : std::make_exception_ptr(call.state->problem(
-                                  ErrorKind::PeerLost, "all other ranks of the group have gone")));
+                                  ErrorKind::PeerLost, "all other ranks of the group have exited")));
       return true;
     });
   }
@@ -355,7 +355,7 @@ void PointToPoint::give_up(const std::shared_ptr<MessageState>& state, double li
     const bool met = number >= 0 && peer_at(number).met;
     const Error late = state->problem(
         ErrorKind::DeadlineExceeded,
-        fmt::format("not through within {:.1f} s; {}", limit,
+        fmt::format("not complete after {:.1f} s; {}", limit,
                     number < 0 ? "no rank sent anything with this tag"
                     : met      ? "that rank has not called the other end of it, is stuck or frozen, or the "
                                  "network is too slow"

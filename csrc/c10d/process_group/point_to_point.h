@@ -90,7 +90,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   struct Peer {
     std::shared_ptr<ProbingTransport> transport;  // null until this end has met the other
     bool met = false;                             // both ends have: the other has said so
-    std::exception_ptr failure;                   // why nothing is exchanged with it any more
+    std::exception_ptr failure;                   // why nothing is exchanged with it any longer
     bool asked = false;                           // for the meeting
     bool lost = false;                            // nothing more comes from it
     std::deque<Call> queue;                       // in the order of the calls, until they have met

@@ -40,9 +40,9 @@ class PerProcess {
   std::atomic<Kept*> kept_{nullptr};
 };
 
-// What a process has one of, from the first who asks for it until nobody holds it any more. A forked child has
-// its own, and leaves that of its parent alone, whose lock may be held. Thread-safe; for static objects, which
-// it outlives.
+// What a process has one of, from the first who asks for it until nobody holds it any longer. A forked child
+// has its own, and leaves that of its parent alone, whose lock may be held. Thread-safe; for static objects,
+// which it outlives.
 template <typename T>
 class OfProcess {
  public:

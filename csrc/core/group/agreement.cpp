@@ -159,7 +159,7 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
       try {
         objection = bulletin.objection(call.lane, call.ordinal);
       } catch (const std::exception&) {
-        // The store has gone: it has no more to say.
+        // The store has failed: it has no more to say.
       }
       if (objection) take(*objection);
       throw;
@@ -206,7 +206,7 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
   throw group_error(
       group, ErrorKind::DeadlineExceeded,
       fmt::format("rank {}: call {} of {}: ranks {} did not make this call within {:.1f} s (never called, "
-                  "stuck elsewhere, or dead). This rank called: {}",
+                  "blocked elsewhere, or dead). This rank called: {}",
                   group.rank, call.ordinal, group.name, format_ranks(missing), limit_seconds, descriptor),
       {.peer = missing.empty() ? first : missing.front(),
        .op = "reshard",

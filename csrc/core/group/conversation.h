@@ -61,7 +61,7 @@ class Conversation {
   BackOff back_off() const { return BackOff(kLongestPause * crowd_); }
 
   void say(const std::string& topic, const std::string& text);  // of this rank; the last text counts
-  // Erases what this rank said. Only once nobody reads it any more.
+  // Erases what this rank said. Only once nobody reads it any longer.
   void forget(const std::string& topic);
 
   // What a rank has said; none if nothing.
@@ -81,7 +81,7 @@ class Conversation {
   // Waits for a verdict; "" where there is none by `deadline`. check, every: as for hear().
   std::string await_verdict(const std::string& topic, TimePoint deadline,
                             const std::function<void()>& check = {}, Clock::duration every = {});
-  // Erases a count or a verdict. Only once nobody asks for it any more.
+  // Erases a count or a verdict. Only once nobody asks for it any longer.
   void erase(const std::string& topic) { store_->erase(topic); }
 
  private:

@@ -308,7 +308,7 @@ void Group::erase_old_keys() {
   try {
     for (const auto& each : over) each->erase_all();
   } catch (const std::exception&) {
-    // The store has gone, and its keys with it.
+    // The store has failed, and its keys with it.
   }
 }
 
@@ -357,8 +357,8 @@ bool Group::left(const std::shared_ptr<GroupCore>& core, CallId call) {
     if (refused->text.find(kChanged) != std::string::npos && refused->rank != identity_.rank) {
       news_ = group_error(
           identity_, ErrorKind::Generic,
-          fmt::format("rank {}: call {} of {}: rank {} says: {} What that call gave on this rank "
-                      "may mix them as well.",
+          fmt::format("rank {}: call {} of {}: rank {} reports: {} The result of that call on this "
+                      "rank may mix them, too.",
                       identity_.rank, refused->call.ordinal, identity_.name, refused->rank, refused->text),
           {.peer = refused->rank, .op = "reshard", .sequence = refused->call.ordinal, .phase = "transfer"});
       has_news_ = true;
@@ -413,7 +413,7 @@ std::optional<Error> Group::refused_last(CallId call) const {
       return std::nullopt;
     return error_of(RefusedCall{call, objection->rank, objection->text}, call);
   } catch (const std::exception&) {
-    return std::nullopt;  // the store has gone: the meeting will say so
+    return std::nullopt;  // the store has failed: the meeting will say so
   }
 }
 
@@ -423,11 +423,10 @@ std::exception_ptr Group::skipped(int64_t ordinal) const {
   const RefusedCall refused = refused_.value_or(RefusedCall{});
   return std::make_exception_ptr(group_error(
       identity_, ErrorKind::PlanMismatch,
-      fmt::format(
-          "rank {}: call {} of {}: other ranks were through with this call when they heard that rank {} "
-          "refused call {}, so nothing can be moved by it any more; the next one works. Rank {}: {}",
-          identity_.rank, ordinal, identity_.name, refused.rank, refused.call.ordinal, refused.rank,
-          refused.text),
+      fmt::format("rank {}: call {} of {}: other ranks had completed this call when they learnt that rank {} "
+                  "refused call {}, so it can no longer move anything; the next one works. Rank {}: {}",
+                  identity_.rank, ordinal, identity_.name, refused.rank, refused.call.ordinal, refused.rank,
+                  refused.text),
       {.peer = refused.rank, .op = "reshard", .sequence = ordinal, .phase = "agree"}));
 }
 
@@ -579,7 +578,7 @@ std::optional<std::string> Group::posted_cause() const {
     if (!cause || refused_in(*cause)) return std::nullopt;
     return cause->text;
   } catch (const std::exception&) {
-    return std::nullopt;  // the store has gone: it has no more to say, and the limit holds
+    return std::nullopt;  // the store has failed: it has no more to say, and the limit holds
   }
 }
 

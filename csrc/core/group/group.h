@@ -220,7 +220,7 @@ class Group : public std::enable_shared_from_this<Group> {
   Life life_;
   std::vector<Life> left_;  // of refused calls, to be ended
   // Which know the keys of this rank: of this life, of those since the last that came up, and of those before
-  // it, of which no rank reads anything any more.
+  // it, of which no rank reads anything any longer.
   enum : size_t { kThis, kLast, kOver };
   std::array<std::vector<std::shared_ptr<BoardStore>>, 3> boards_;
   std::optional<RefusedCall> refused_;  // that ended the last life

@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kMostPosted = 64;                        // calls
 constexpr auto kSeenIn = std::chrono::milliseconds(500);  // in which one that has died is seen
 // Ranks to which a call is new ask for an agreement as they come to it. Those that come later than this after a
-// refusal meet anew for nothing.
+// refusal meet again for nothing.
 constexpr auto kOthersCome = std::chrono::milliseconds(150);
 constexpr auto kCauseComes = std::chrono::seconds(2);  // after a rank has decided that it will
 constexpr auto kTold = std::chrono::milliseconds(20);  // in which peers hear why this rank has left
@@ -106,7 +106,7 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_whole(CallId call, const PlanText& 
   const std::optional<int32_t> offered = leads ? slots_->next() : -1;
   if (!offered) {
     const std::string full = fmt::format(
-        "rank {}: group {} has {} transfers alive, and no more are possible; close some (a Resharder, "
+        "rank {}: group {} has {} transfers alive, the most it can have; close some (a Resharder, "
         "a graph that is kept)",
         identity_.rank, identity_.name, kSlots);
     say_rejected(call, full);
@@ -124,7 +124,7 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_whole(CallId call, const PlanText& 
   try {
     erase_read();
   } catch (const std::exception&) {
-    // The store has gone since; what is on the board went with it.
+    // The store has failed since; what is on the board went with it.
   }
   return std::make_shared<AgreedPlan>(call.lane, std::move(forward), std::move(backward), slot,
                                       leads ? slots_ : std::weak_ptr<SlotPool>());
@@ -208,7 +208,7 @@ void GroupCore::store_failed(CallId call, const PlanText& text, const std::strin
   throw group_error(
       identity_, ErrorKind::Generic,
       fmt::format("rank {}: call {} of {}: the rendezvous store does not answer ({}). The process that has "
-                  "it is dead or cut off: transfers that the ranks have agreed on go on, new ones need it",
+                  "it is dead or cut off: transfers that the ranks have agreed on continue, new ones need it",
                   identity_.rank, call.ordinal, identity_.name, what),
       {.op = text.op, .sequence = call.ordinal, .phase = "agree"});
 }

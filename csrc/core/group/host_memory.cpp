@@ -135,7 +135,7 @@ void HostMemory::check_ranks(Conversation& conversation, const std::vector<int32
       rank = std::stoi(said->substr(kLeft.size()));
     }
     conversation.say(kOutcome, fmt::format("{}{}", kLeft, rank));
-    throw lost_error(fmt::format("rank {}: rank {} has gone while the ranks {} of this host connected",
+    throw lost_error(fmt::format("rank {}: rank {} exited while the ranks {} of this host connected",
                                  conversation.rank(), rank, format_ranks(ranks_)),
                      conversation.rank(), rank);
   }

@@ -39,7 +39,7 @@ class HostMemory {
   const std::string& obstacle() const { return obstacle_; }
 
  private:
-  // Throws where one of these ranks, which are not connected any more, has not left since it lost another.
+  // Throws where one of these ranks, which are not connected any longer, has not left since it lost another.
   void check_ranks(Conversation& conversation, const std::vector<int32_t>& gone);
   void drop(const std::string& obstacle);
 

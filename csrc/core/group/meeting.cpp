@@ -263,7 +263,7 @@ class MeetingCall {
     try {
       cause = board.read_cause();
     } catch (const std::exception&) {
-      // The store has gone: it has no more to say, and the limit holds.
+      // The store has failed: it has no more to say, and the limit holds.
     }
     if (!cause || refused_in(*cause)) {
       return watches_.lost(*conversation_, kMember, group_.ranks, false, [](size_t /*at*/) { return true; });
@@ -299,7 +299,7 @@ class MeetingCall {
     return error(
         ErrorKind::Generic,
         fmt::format("rank {}: {}: the rendezvous store does not answer ({}). The process that has it is dead "
-                    "or cut off: transfers that the ranks have agreed on go on, new ones need it",
+                    "or cut off: transfers that the ranks have agreed on continue, new ones need it",
                     group_.rank, what, said));
   }
 

@@ -195,7 +195,7 @@ void OpenRefusals::has_met(const std::vector<int32_t>& ranks) {
   try {
     write_meetings();
   } catch (const std::exception&) {
-    // The store has gone, or the process group has ended.
+    // The store has failed, or the process group has ended.
   }
 }
 
@@ -239,7 +239,7 @@ std::shared_ptr<OpenRefusals::Site> OpenRefusals::site() const {
   return site_;
 }
 
-// This rank makes no call any more: the others hear why in each group that can have been meant.
+// This rank makes no call any longer: the others hear why in each group that can have been meant.
 void OpenRefusals::tell_left() {
   const std::lock_guard in_order(order_);
   std::vector<std::shared_ptr<OpenRefusal>> left;

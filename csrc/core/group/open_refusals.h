@@ -80,10 +80,10 @@ class OpenRefusals : public std::enable_shared_from_this<OpenRefusals> {
   // Writes that this rank waits for the ranks of a group to meet: for prepare(), or for a call. Throws what the
   // store throws.
   void meets(const std::vector<int32_t>& ranks, bool prepares);
-  void has_met(const std::vector<int32_t>& ranks);  // or does not meet any more
+  void has_met(const std::vector<int32_t>& ranks);  // or does not meet any longer
 
-  // Before the groups are closed: they are told of what is still open. Nobody is looked for any more; waits up
-  // to half a second for who looks, whom the store may hold up.
+  // Before the groups are closed: they are told of what is still open. Nobody is looked for any longer; waits
+  // up to half a second for who looks, whom the store may hold up.
   void close();
 
  private:

@@ -43,7 +43,7 @@ bool goes_before(CallId call, CallId refused) {
 Error error_of(const RefusedCall& refused, const GroupIdentity& group) {
   return group_error(
       group, ErrorKind::PlanMismatch,
-      fmt::format("rank {}: call {} of {}: rank {} refused its arguments: {}. Calls before it go on to "
+      fmt::format("rank {}: call {} of {}: rank {} refused its arguments: {}. Calls before it continue to "
                   "their end; the group can be used for the next",
                   group.rank, refused.call.ordinal, group.name, refused.rank, refused.text),
       {.peer = refused.rank, .op = "reshard", .sequence = refused.call.ordinal, .phase = "agree"});

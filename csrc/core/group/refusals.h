@@ -12,7 +12,7 @@
 namespace meshcast {
 
 // A call that a rank refused while others were in it, with bytes under way that nobody will receive. Once
-// each rank has ended the calls before it, the connections end, and the ranks meet anew for those that follow.
+// each rank has ended the calls before it, the connections end, and the ranks meet again for those that follow.
 struct RefusedCall {
   CallId call;
   int32_t rank = -1;  // that refused it
@@ -23,7 +23,7 @@ struct RefusedCall {
 Cause as_cause(const RefusedCall& refused);
 std::optional<RefusedCall> refused_in(const Cause& cause);
 
-// Whether a call goes on to its end although the other was refused: ranks that refuse one may be through with
+// Whether a call goes on to its end although the other was refused: ranks that refuse one may be done with
 // those before it. Backwards have the numbers of their forwards, which say nothing of their order.
 bool goes_before(CallId call, CallId refused);
 

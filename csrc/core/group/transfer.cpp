@@ -282,8 +282,8 @@ std::shared_ptr<AgreedPlan> Start::agree(Transfer& transfer, const std::shared_p
     const GroupIdentity& group = group_->identity();
     throw group_error(
         group, ErrorKind::Aborted,
-        fmt::format("rank {}: {} call {} of {}: the group has begun anew since the forward of this call, "
-                    "since a rank refused another one; run the step again",
+        fmt::format("rank {}: {} call {} of {}: the group began again after the forward of this call, "
+                    "because a rank refused another one; run the step again",
                     group.rank, op_, *ordinal, group.name),
         {.op = op_, .sequence = *ordinal, .phase = "start"});
   }

@@ -119,7 +119,7 @@ class Start : public Command {
   virtual void wait_for_work() = 0;  // that was started; throws its error
   virtual bool has_ended() = 0;      // likewise
   virtual bool has_succeeded() = 0;  // once it has ended
-  virtual void release() {}          // it is not begun any more: its tensors are not needed here
+  virtual void release() {}          // it is not begun any longer: its tensors are not needed here
   virtual void settled() {}          // whichever way; without a lock
   virtual void began_again() {}
 

@@ -21,7 +21,7 @@ constexpr auto kLongestLook = milliseconds(800);
 constexpr auto kLookOfRank = std::chrono::microseconds(1600);
 constexpr auto kStall = milliseconds(2000);  // a call this old says what it is (or a quarter of its limit)
 constexpr auto kRefusalTold = milliseconds(1000);  // after a refusal all ranks know whether the group goes on
-// Calls of other lanes have no order with a refused one. A rank that is through with them may have left.
+// Calls of other lanes have no order with a refused one. A rank that is done with them may have left.
 constexpr auto kOtherLanes = milliseconds(500);
 constexpr auto kBackwards = milliseconds(5000);  // likewise of backwards, where the refused call is a forward
 constexpr auto kLeavePause = milliseconds(1);
@@ -492,12 +492,12 @@ void Watcher::look_for_stalls(const std::shared_ptr<RunState>& run, TimePoint no
   standing.refresh();
   std::vector<int32_t> silent;
   for (const size_t at : standing.missing()) silent.push_back(group_.ranks[at]);
-  const std::string who = silent.empty()
-                              ? "every rank is in this call, so the network is too slow or the limit too short"
-                              : fmt::format(
-                                    "ranks {} do not wait in it (never called, stuck elsewhere, frozen, dead, "
-                                    "or through with their part)",
-                                    format_ranks(silent));
+  const std::string who =
+      silent.empty() ? "every rank is in this call, so the network is too slow or the limit too short"
+                     : fmt::format(
+                           "ranks {} do not wait in it (never called, blocked elsewhere, frozen, dead, "
+                           "or done with their part)",
+                           format_ranks(silent));
   Cause cause = describe_overdue(*run, "; " + who);
   if (!silent.empty()) cause.peer = silent.front();
   note_local(std::move(cause), run.get());

@@ -66,7 +66,7 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   const std::shared_ptr<BoardStore>& board() const { return bulletin_.store(); }
   std::optional<RefusedCall> refused();  // where that is why the group has failed
 
-  // Posts what only this rank knows, if the store takes it soon. Afterwards the engine is not used any more.
+  // Posts what only this rank knows, if the store takes it soon. Afterwards the engine is not used any longer.
   // Not from a tick or a report.
   void stop();
 

@@ -38,7 +38,7 @@ class IpcDriver {
   // Nothing where CUDA refuses after all, such as for what another process has shared with this one.
   virtual std::optional<IpcHandle> export_memory(const IpcRange& range) = 0;
   // Where the other process's allocation begins here; null while this process has mapped what lay at that
-  // address of the other before. To be closed when nothing on the GPU uses it any more.
+  // address of the other before. To be closed when nothing on the GPU uses it any longer.
   virtual std::byte* open_memory(const IpcHandle& handle) = 0;
   virtual void close_memory(std::byte* base) noexcept = 0;  // from any thread
   virtual IpcMappings& mappings() = 0;                      // one for this process and GPU

@@ -24,7 +24,7 @@ namespace meshcast {
 // nothing that CUDA puts into one queue can come to wait for itself. The price is that a group stays in
 // progress until the hosts of its peers are in it: somebody calls progress() until then.
 //
-// An event is recorded anew only in a later group, which begins when the peers have enqueued their waits for
+// An event is recorded again only in a later group, which begins when the peers have enqueued their waits for
 // it. Memory that cannot be exported is first copied into memory that can.
 //
 // Calls of CUDA that fail throw Error. No two threads are inside at a time.
@@ -46,7 +46,7 @@ class IpcExchange {
   GroupOutcome send(const std::byte* data, int64_t nbytes, int32_t peer);
   GroupOutcome recv(std::byte* data, int64_t nbytes, int32_t peer);
   GroupOutcome end();       // names the messages, and progresses
-  GroupOutcome progress();  // Success when all of the group is enqueued; also looks for peers that have gone
+  GroupOutcome progress();  // Success when all of the group is enqueued; also looks for peers that have exited
 
   // Nothing of any group is under way. Tells the peers, which may go on without this rank.
   void close() noexcept;

@@ -58,7 +58,7 @@ class IpcMappings {
  public:
   void add(IpcImports* imports);
   void remove(IpcImports* imports);
-  // Closes what the others have mapped and the GPU is through with; they map it again when they need it.
+  // Closes what the others have mapped and the GPU is done with; they map it again when they need it.
   // Returns whether some of it had to stay.
   bool close_others(const IpcImports* imports);
 
@@ -89,7 +89,7 @@ class IpcImports {
   void sweep();                  // does so
   void close_all();              // nothing on the GPU uses any of it
   bool close_idle();             // from any thread: see IpcMappings
-  void leave() { driver_.mappings().remove(this); }  // no other thread is here any more
+  void leave() { driver_.mappings().remove(this); }  // no other thread is here any longer
 
  private:
   enum class Opened : uint8_t { Yes, Later, Refused };

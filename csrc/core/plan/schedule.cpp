@@ -270,7 +270,7 @@ class ListScheduler {
       }
     }
     freed_.clear();
-    // Phase 2: those that can start, with their keys. Pairs that waited out of patience are looked at anew.
+    // Phase 2: those that can start, with their keys. Pairs that waited out of patience are looked at again.
     ranked_.clear();
     candidates_.insert(candidates_.end(), held_.begin(), held_.end());
     held_.clear();

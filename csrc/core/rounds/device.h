@@ -65,7 +65,7 @@ class RoundDevice {
   virtual void wait(Stream stream, Event event) = 0;
   virtual bool reached(Event event) = 0;  // all that it recorded is over
 
-  // Aligned to kStagingAlignment; freed when nothing on the GPU touches it any more.
+  // Aligned to kStagingAlignment; freed when nothing on the GPU touches it any longer.
   virtual std::shared_ptr<std::byte> allocate(int64_t nbytes) = 0;
 
   virtual void move_boxes(Stream stream, std::span<const BoxMove> boxes) = 0;

@@ -16,7 +16,7 @@ namespace {
 // it later packs it again, from where it was unpacked to: staging stays bounded however late that is.
 constexpr int32_t kHeldExchanges = 2;
 
-// Drops what nobody waits for and numbers the others so that an event is recorded anew once nothing will wait
+// Drops what nobody waits for and numbers the others so that an event is recorded again once nothing will wait
 // for what it recorded before. Returns how many there are.
 // A wait takes what was last recorded when the wait was enqueued. So one event serves many records, one after
 // the other, as long as each is waited for before the next is made: a register allocation over the list of

@@ -59,7 +59,7 @@ struct RankRounds {
   std::vector<RoundStep> steps;
   std::vector<RoundMessage> messages;
   std::vector<KernelOp> kernels;
-  int32_t events = 0;         // that are needed; one is recorded anew once nothing waits for what it recorded
+  int32_t events = 0;         // that are needed; one is recorded again once nothing waits for what it recorded
   int64_t staging_bytes = 0;  // one piece of memory, aligned to kStagingAlignment
 };
 

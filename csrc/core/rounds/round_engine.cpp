@@ -172,7 +172,7 @@ void RoundEngine::poll(TimePoint now) {
                  [&](const auto& run) { return run->enqueued_ && device_->reached(run->over_); });
     if (!error_) {
       // Asked after the GPU. Where a run's own host has read a peer's memory, and that peer gives up and reuses
-      // it, the run may be through with torn bytes: it must not pass as done before the peer's end has shown.
+      // it, the run may be done with torn bytes: it must not pass as done before the peer's end has shown.
       const bool late = queue_ && !over.empty();
       if (late || runs_.size() > over.size()) {
         const GroupOutcome outcome = device_->async_error();
@@ -292,12 +292,12 @@ Error RoundEngine::group_error(const RoundRun& run, const GroupOutcome& outcome,
 
 Error RoundEngine::deadline_error(const RoundRun& run, const std::string& doing) const {
   const ErrorContext where = context(run);
-  return {
-      ErrorKind::DeadlineExceeded,
-      fmt::format("rank {}: {} number {} was not through after {:.3g} s while {}: a rank has not called it, is "
-                  "slow or is gone; give it more time, or look at what the other ranks are doing",
-                  rank_, run.label_.op(), run.label_.ordinal, where.limit, doing),
-      where};
+  return {ErrorKind::DeadlineExceeded,
+          fmt::format(
+              "rank {}: {} number {} was not complete after {:.3g} s while {}: a rank has not called it, is "
+              "slow or has exited; give it more time, or look at what the other ranks are doing",
+              rank_, run.label_.op(), run.label_.ordinal, where.limit, doing),
+          where};
 }
 
 }  // namespace meshcast

@@ -21,7 +21,7 @@
 namespace meshcast {
 
 // Where the tensors of a run begin, by problem; null where the rank holds nothing. `keepalive` owns them and is
-// dropped once the GPU is through with them.
+// dropped once the GPU is done with them.
 struct RoundMemory {
   std::vector<std::byte*> source;
   std::vector<std::byte*> destination;
@@ -100,7 +100,7 @@ class RoundEngine {
   // Ends every run in flight with `error`. The first call counts.
   void fail(std::exception_ptr error);
 
-  // Waits until no thread of the engine enqueues anything any more, or speaks to the observer. After fail().
+  // Waits until no thread of the engine enqueues anything any longer, or speaks to the observer. After fail().
   void drain();
 
   std::exception_ptr error() const;

@@ -21,7 +21,7 @@ struct RoundOptions {
 // round, and a hop comes in a later round than the hop that brings its chunk; so, while one chunk is forwarded,
 // the next is received. Ranks without a hop in a round leave it out.
 //
-// No deadlock: of all rounds that are not through, take the first. Both ends of each of its hops have done
+// No deadlock: of all rounds that are not complete, take the first. Both ends of each of its hops have done
 // their earlier rounds, so both are in it, and everything that they wait for besides was part of an earlier
 // round.
 struct RoundTable {

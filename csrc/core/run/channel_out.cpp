@@ -6,7 +6,7 @@
 
 namespace meshcast {
 
-// One issued message. The tensors stay until it has gone.
+// One issued message. The tensors stay until it has ended.
 class OutChannel::Dispatch final : public Outgoing {
  public:
   Dispatch(OutChannel& channel, std::shared_ptr<Run> run, const SendOp& op, int64_t position)

@@ -285,7 +285,7 @@ void Engine::shutdown(std::exception_ptr error) {
   fail(std::move(error));
   admission_.close();  // what they still hand out would find nobody to end it
   work_->drain(this);
-  // No start() can add channels any more. All messages end before any channel goes: arrivals use the senders,
+  // No start() can add channels any longer. All messages end before any channel goes: arrivals use the senders,
   // and a thread that hears of a failure at this moment closes every channel.
   transport_->shutdown();
   if (local_) local_->shutdown();

@@ -92,7 +92,7 @@ struct Executor::State {
   }
 };
 
-// Made anew in a forked child. Kept for good: whoever ends a run at the end of the process may still post.
+// Made again in a forked child. Kept for good: whoever ends a run at the end of the process may still post.
 Executor& Executor::of_process() {
   auto found = callbacks_of_process.there();
   if (!found) {

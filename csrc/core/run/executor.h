@@ -40,7 +40,7 @@ class Executor {
   std::shared_ptr<void> reserve();
 
   // The process is about to end: returns once no task is left, or at `limit`. What is left then, or comes
-  // later, is not begun any more, nor freed.
+  // later, is not begun any longer, nor freed.
   void finish(TimePoint limit);
 
   size_t threads() const;

@@ -9,8 +9,8 @@
 namespace meshcast {
 
 // How many receives, and sends, of a run over the network may be under way beyond the first one in plan order
-// that is not through, over all its peers together. Few keep to the plan, many bridge peers of different speed:
-// measured on the paper's cases, where chains need the order (docs/decisions.md).
+// that is not complete, over all its peers together. Few keep to the plan, many bridge peers of different
+// speed: measured on the paper's cases, where chains need the order (docs/decisions.md).
 inline constexpr int32_t kRecvsAhead = 8;
 inline constexpr int32_t kSendsAhead = 8;
 
@@ -24,7 +24,7 @@ inline constexpr int32_t kDirectSendsAhead = 16;
 // peer's window posted at once, peers that the plan lets send in turn would share the network evenly, and what
 // this rank forwards in plan order would wait for the slowest of them. Posting in order makes them take turns,
 // since a send waits for its receive; and a rank that sends in order serves first who is to be served first.
-// No deadlock: of all messages that are not through anywhere, the first in plan order is the first at both its
+// No deadlock: of all messages that are not complete anywhere, the first in plan order is the first at both its
 // ends, has been posted, and its data is there. Thread-safe.
 class PlanOrder {
  public:

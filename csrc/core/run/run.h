@@ -68,7 +68,7 @@ inline int32_t short_key(uint64_t key) {
 }
 
 // One execution of a program. Threads of the engine report progress; anybody may wait. It ends when every
-// operation is through, or, once failed, when no transport request touches the tensors any more.
+// operation is through, or, once failed, when no transport request touches the tensors any longer.
 class Run final : public RunState {
  public:
   Run(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label, TimePoint deadline);

@@ -43,7 +43,7 @@ class WorkThread {
   // For a task, between parts that take some 10 ms: lets ticks that are due have their turn.
   void tick_if_due();
 
-  // After remove() it is not ticked any more; waits for a tick that runs. Not from a tick.
+  // After remove() it is not ticked any longer; waits for a tick that runs. Not from a tick.
   void add(Ticking& watcher);
   void remove(Ticking& watcher);
 

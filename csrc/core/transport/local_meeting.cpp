@@ -94,7 +94,7 @@ class Meeting {
         throw Error(
             ErrorKind::DeadlineExceeded,
             fmt::format("the ranks of this host did not connect for {} in time: rank {} of the group has "
-                        "gone or is stuck elsewhere",
+                        "exited or is blocked elsewhere",
                         protocol_.purpose, missing_.begin()->first));
       checkpoint();
     }
@@ -113,7 +113,7 @@ class Meeting {
     ErrorContext context;
     context.peer = other;
     throw Error(ErrorKind::PeerLost,
-                fmt::format("rank {} of the group on this host has gone, or gave up, before "
+                fmt::format("rank {} of the group on this host exited, or gave up, before "
                             "it had connected for {}",
                             other, protocol_.purpose),
                 context);

@@ -49,7 +49,7 @@ class LocalMeeting {
 
   // Connects this rank with all others of `addresses` (which holds this rank too); every one of them must call.
   // The answer ascends by rank. Calls `checkpoint` every few milliseconds, which may throw. Throws Error: of
-  // kind DeadlineExceeded past `deadline`, PeerLost where a rank has gone. To be called once.
+  // kind DeadlineExceeded past `deadline`, PeerLost where a rank has exited. To be called once.
   std::vector<Peer> meet(
       const std::map<int32_t, std::string>& addresses, int32_t rank, const Protocol& protocol,
       const std::function<Greeting(int32_t)>& greet, TimePoint deadline,

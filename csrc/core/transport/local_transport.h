@@ -28,7 +28,7 @@ class LocalTransport {
   virtual void send(std::vector<LocalTarget> targets, int64_t nbytes, std::unique_ptr<Outgoing> message) = 0;
   virtual void recv(int peer, uint64_t key, int64_t nbytes, std::unique_ptr<Incoming> message) = 0;
 
-  // Looks whether peers have gone; messages with those that have fail with Cause::Closed, except what they
+  // Looks whether peers have exited; messages with those that have fail with Cause::Closed, except what they
   // had sent before. To be called now and then while messages are in flight: nothing else watches the peers.
   // Answers which have gone.
   virtual std::vector<int> check_peers() = 0;

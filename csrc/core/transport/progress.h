@@ -63,7 +63,7 @@ class Progress {
   Progress& operator=(const Progress&) = delete;
 
   void add(Source& source);
-  // It has no turn any more afterwards, nor is one under way; not from a turn. Answers whether that was so
+  // It has no turn any longer afterwards, nor is one under way; not from a turn. Answers whether that was so
   // within the limit: what a thread tells may hold it up.
   bool remove(Source& source, TimePoint limit = TimePoint::max());
 

@@ -21,7 +21,7 @@ struct ShmMember {
   std::string address;
 };
 
-// Connection to a peer on this host: its memory, its bell, and two descriptors that tell when it has gone: a
+// Connection to a peer on this host: its memory, its bell, and two descriptors that tell when it has ended: a
 // socket, for a peer that closes its group, and a process descriptor, since a process forked by the peer may
 // hold the socket open after the peer has died.
 class ShmLink {

@@ -88,7 +88,7 @@ bool ShmProgress::serve(ShmHalf half, Who who) {
   const auto number = static_cast<uint32_t>(taken);
   const auto gate = [&]() -> Gate& { return entries_[number].gates[static_cast<size_t>(half)]; };
   std::unique_lock lock(mutex_);
-  // A call for a group that has gone, or is still to come: that one calls itself then.
+  // A call for a group that has ended, or is still to come: that one calls itself then.
   if (number >= entries_.size() || !entries_[number].group) return true;
   if (std::exchange(gate().taken, true)) {
     gate().again = true;

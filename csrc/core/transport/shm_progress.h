@@ -30,7 +30,7 @@ class ShmProgress final : public Source {
     virtual bool turn(ShmHalf half, Who who) = 0;
   };
 
-  // A group's number on the bell, from before any peer learns it until the group has gone.
+  // A group's number on the bell, from before any peer learns it until the group has ended.
   class Place {
    public:
     explicit Place(std::shared_ptr<ShmProgress> progress);  // throws std::runtime_error where none is left

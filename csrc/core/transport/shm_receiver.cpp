@@ -116,7 +116,7 @@ bool ShmReceiver::take(Peer& peer, const Fragment& fragment) {
   return true;
 }
 
-// Tells the messages that will not come any more. What a peer had published before it went is drained first.
+// Tells the messages that will not come any longer. What a peer had published before it went is drained first.
 void ShmReceiver::end_lost(Peer& peer) {
   std::multimap<uint64_t, Message> lost;
   TransportError error(TransportError::Cause::Aborted, "the group was aborted");
@@ -129,7 +129,8 @@ void ShmReceiver::end_lost(Peer& peer) {
       } else if (peer.broken) {
         error = {TransportError::Cause::Closed, "what it wrote to shared memory makes no sense"};
       } else if (peer.gone && peer.mailbox->fragments.empty()) {
-        error = {TransportError::Cause::Closed, "its process has gone or has closed the group (shared memory)"};
+        error = {TransportError::Cause::Closed,
+                 "its process has exited or has closed the group (shared memory)"};
       } else {
         return;
       }

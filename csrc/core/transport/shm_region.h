@@ -36,7 +36,7 @@ class ShmQueue {
   bool full() const { return tail_.load() - head_.load() >= kCapacity; }
   bool empty() const { return tail_.load() == head_.load(); }
 
-  // What no run of push() and pop() leaves here: the other end is not to be believed any more.
+  // What no run of push() and pop() leaves here: the other end is not to be believed any longer.
   bool broken() const {
     const uint64_t head = head_.load();  // first: it only grows meanwhile, and so does the other
     return tail_.load() - head > kCapacity;

@@ -22,7 +22,7 @@ TransportError duplicate_error() {
   return {TransportError::Cause::Closed, "two messages to it have one key (a fault of meshcast)"};
 }
 
-constexpr const char* kGone = "its process has gone or has closed the group (shared memory)";
+constexpr const char* kGone = "its process has exited or has closed the group (shared memory)";
 constexpr const char* kBroken = "what it wrote to shared memory makes no sense";
 
 }  // namespace

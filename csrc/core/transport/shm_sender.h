@@ -74,9 +74,9 @@ class ShmSender {
   std::vector<uint32_t> free_;     // slots; the one freed last is used first, since it is still in the cache
   uint64_t in_use_ = 0;            // the others, as bits
   uint64_t wake_at_ = 0;           // slots freed at which this rank is called, if there were none
-  std::vector<const char*> lost_;  // by link, why nothing goes there any more; null while it does
-  // A link that has gone without reading what was sent there, which keeps slots for good: so messages to others
-  // might wait for them for good.
+  std::vector<const char*> lost_;  // by link, why nothing goes there any longer; null while it does
+  // A link that has ended without reading what was sent there, which keeps slots for good: so messages to
+  // others might wait for them for good.
   std::optional<uint32_t> left_unread_;
   bool aborted_ = false;
 };

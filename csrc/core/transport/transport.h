@@ -76,7 +76,7 @@ class Transport {
   // What makes its messages go on, for drive(); null where a thread that waits cannot help.
   virtual Source* source() noexcept { return nullptr; }
 
-  // Why nothing comes from a peer any more, for a rank that waits for it by other means than messages; "" as
+  // Why nothing comes from a peer any longer, for a rank that waits for it by other means than messages; "" as
   // far as this is not known. Asking connects with the peer where that has not been done, so the answer may
   // come with a later question. A transport that only learns from its messages knows nothing.
   virtual std::string lost(int /*peer*/) { return {}; }

@@ -25,7 +25,7 @@ class CudaDevice : public RoundDevice {
 
   // A stream that stands for the caller of one run: behind what the user's stream held when the call was made,
   // yet nothing that the user enqueues later waits for the run before it is asked to. It is the run's alone
-  // until this is dropped, to be done when the GPU is through with the run. Outlives the device if need be.
+  // until this is dropped, to be done when the GPU is done with the run. Outlives the device if need be.
   class Gate {
    public:
     Gate(std::shared_ptr<CudaDevice> device, cudaStream_t stream);

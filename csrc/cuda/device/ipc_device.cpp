@@ -108,7 +108,7 @@ std::optional<IpcRange> CudaIpcDriver::exportable(const std::byte* data) {
   const auto ask = pointer_attributes();
   if (ask == nullptr)
     throw Error(ErrorKind::Generic,
-                "the CUDA driver cannot tell which memory other processes can map: install "
+                "the CUDA driver does not report which memory other processes can map: install "
                 "one of CUDA 12 or newer");
   const OnDevice here(device_);
   // The driver's own functions want what a thread's first call of the runtime makes.

@@ -63,10 +63,11 @@ void NcclDevice::meet(const NcclMeeting& meeting, ncclConfig_t* config, TimePoin
                   fmt::format("NCCL {} could not connect {} GPUs: {}", nccl_version_text(nccl_.version()),
                               meeting.ranks, outcome.text));
     if (Clock::now() >= deadline)
-      throw Error(ErrorKind::DeadlineExceeded,
-                  fmt::format("NCCL did not connect {} GPUs in time: a rank has gone, or NCCL cannot reach it "
-                              "(NCCL_SOCKET_IFNAME names the interface, NCCL_DEBUG=INFO shows what it does)",
-                              meeting.ranks));
+      throw Error(
+          ErrorKind::DeadlineExceeded,
+          fmt::format("NCCL did not connect {} GPUs in time: a rank has exited, or NCCL cannot reach it "
+                      "(NCCL_SOCKET_IFNAME names the interface, NCCL_DEBUG=INFO shows what it does)",
+                      meeting.ranks));
     checkpoint();
     std::this_thread::sleep_for(kPause);
   }

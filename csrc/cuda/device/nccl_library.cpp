@@ -66,7 +66,7 @@ GroupOutcome NcclLibrary::outcome(ncclResult_t result, ncclComm_t comm) const {
   const char* const more = comm != nullptr ? get_last_error(comm) : nullptr;
   if (more != nullptr && *more != '\0') text += fmt::format(" ({})", more);
   if (result == ncclRemoteError)
-    text += "; another rank has gone or has given up: look at its output first";
+    text += "; another rank has exited or has given up: look at its output first";
   else
     text += "; NCCL_DEBUG=WARN shows more";
   return {GroupState::Failed, result == ncclRemoteError, std::move(text)};

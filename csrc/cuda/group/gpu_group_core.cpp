@@ -34,7 +34,7 @@ void check_type(const char* side, const std::optional<at::Tensor>& tensor, at::S
                                   c10::toString(expected), c10::toString(tensor->scalar_type())));
 }
 
-// What a run keeps until the GPU is through with it.
+// What a run keeps until the GPU is done with it.
 struct Kept {
   std::shared_ptr<void> tensors;
   std::shared_ptr<CudaDevice::Gate> gate;

@@ -156,7 +156,7 @@ TEST_CASE("a rank that left since it lost another is not to blame") {
   REQUIRE(error);
   CHECK(error->kind() == ErrorKind::PeerLost);
   CHECK(error->context().peer == (says_so ? 2 : 7));
-  CHECK(says(error->what(), " has gone while the ranks [4, 7] of this host connected"));
+  CHECK(says(error->what(), " exited while the ranks [4, 7] of this host connected"));
   CHECK(fourth.conversation.heard("shm", 4) == (says_so ? "lost 2" : "lost 7"));
 }
 

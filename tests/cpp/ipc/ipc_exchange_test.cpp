@@ -100,7 +100,7 @@ TEST_CASE("a group of very many messages is larger than what a socket holds", "[
   CHECK(pair.host.cluster.mistakes.empty());
 }
 
-TEST_CASE("memory is mapped once, and anew where its address is another allocation", "[ipc]") {
+TEST_CASE("memory is mapped once, and again where its address is another allocation", "[ipc]") {
   Pair pair;
   std::vector<std::byte> source(4096), found(4096);
   for (int number = 0; number < 6; ++number) {

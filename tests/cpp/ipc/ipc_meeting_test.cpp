@@ -70,7 +70,7 @@ TEST_CASE("ranks that do not come are waited for until the deadline, or the grou
         }) == "the first cause");
 }
 
-TEST_CASE("a rank that has gone is noticed while the others meet", "[ipc]") {
+TEST_CASE("a rank that has exited is noticed while the others meet", "[ipc]") {
   IpcMeeting mine;
   std::string address;
   {

@@ -61,7 +61,7 @@ class SharedMemory {
 
   SharedGpu& gpu() { return *gpu_; }
 
-  // A rank's part, mapped anew: at another address each time, as CUDA does.
+  // A rank's part, mapped again: at another address each time, as CUDA does.
   std::byte* map(int32_t rank) {
     void* out = mmap(nullptr, kSharedBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, rank * kSharedBytes);
     if (out == MAP_FAILED) throw std::runtime_error("cannot map");

@@ -63,7 +63,7 @@ std::string render(const NamedCase& c) {
 
 }  // namespace
 
-// MESHCAST_UPDATE_GOLDEN=1 writes the file anew: look at the difference before committing it.
+// MESHCAST_UPDATE_GOLDEN=1 writes the file again: look at the difference before committing it.
 TEST_CASE("the plans of the paper's cases are as recorded", "[plan][golden]") {
   const std::filesystem::path file = std::filesystem::path(MESHCAST_GOLDEN_DIR) / "paper_cases.txt";
   std::string now;

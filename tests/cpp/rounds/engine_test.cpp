@@ -164,7 +164,7 @@ TEST_CASE("a run that stands still is aborted at its deadline", "[rounds]") {
   CHECK(engine.in_flight().empty());
   CHECK(world.cluster.rank(0).aborted);
   const std::string text = text_of(chain.parts[0].run->error(), ErrorKind::DeadlineExceeded);
-  CHECK(text.rfind("rank 0: test number 4 was not through after 600 s while moving data", 0) == 0);
+  CHECK(text.rfind("rank 0: test number 4 was not complete after 600 s while moving data", 0) == 0);
   for (const int32_t rank : {1, 2})
     world.engine(rank).fail(std::make_exception_ptr(Error(ErrorKind::Aborted, "test over")));
   CHECK(world.cluster.run(rng));

@@ -151,7 +151,7 @@ class FakeCluster {
     me.streams[stream].pop_front();
   }
 
-  // The first messages of every pair that both ends have under way and that are not through.
+  // The first messages of every pair that both ends have under way and that are not complete.
   std::vector<Match> matches() {
     std::map<std::pair<int32_t, int32_t>, std::array<Message*, 2>> first;
     for (size_t r = 0; r < ranks.size(); ++r) {

@@ -71,7 +71,7 @@ TEST_CASE("a store that does not answer holds up nobody with another store", "[e
   CHECK_FALSE(reporters->held_up(&alive));
   CHECK(stuck->reports == 0);
   CHECK(behind->reports == 0);
-  // Nothing waits for who is held up; who has not begun does not begin any more.
+  // Nothing waits for who is held up; who has not begun does not begin any longer.
   const auto dropped = std::make_shared<Reporter>(dead);
   CHECK(reporters->want(dropped));
   reporters->drop(*dropped);

@@ -37,7 +37,7 @@ class Replay {
   struct State {
     std::vector<const RoundStep*> exchanges;
     size_t current = 0;  // the exchange the rank is in
-    int32_t left = 0;    // messages of it that are not through
+    int32_t left = 0;    // messages of it that are not complete
   };
   struct Posted {
     int32_t round = -1;
@@ -103,7 +103,7 @@ class Replay {
     begin_next(rank);
   }
 
-  // A message of the rank's current exchange that is not through, as (text, peer).
+  // A message of the rank's current exchange that is not complete, as (text, peer).
   std::pair<std::string, int32_t> waits_for(int32_t rank) const {
     const State& state = states_[static_cast<size_t>(rank)];
     const RoundStep& step = *state.exchanges[state.current];

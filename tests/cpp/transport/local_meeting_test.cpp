@@ -136,7 +136,7 @@ TEST_CASE("a secret that is not the rank's opens no door", "[exec][shm]") {
                    [&] { stranger.meet(wrong, 1, kProtocol, greet, Clock::now() + milliseconds(300)); });
   });
   const std::string text = refused(ErrorKind::DeadlineExceeded, [&] { ranks.meet(0, milliseconds(300)); });
-  CHECK(text.find("rank 1 of the group has gone or is stuck") != std::string::npos);
+  CHECK(text.find("rank 1 of the group has exited or is blocked") != std::string::npos);
   CHECK(other.get().find(kNotRefused) == std::string::npos);
 }
 
@@ -184,7 +184,7 @@ TEST_CASE("a rank that dies while the ranks of its host meet is named at once", 
   std::this_thread::sleep_for(milliseconds(200));
   kill(child, SIGKILL);
   for (auto& each : found)
-    CHECK(each.get().find("rank 1 of the group on this host has gone") != std::string::npos);
+    CHECK(each.get().find("rank 1 of the group on this host exited") != std::string::npos);
   CHECK(Clock::now() - begin < kLimit / 2);
   waitpid(child, nullptr, 0);
 }

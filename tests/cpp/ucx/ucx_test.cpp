@@ -256,12 +256,12 @@ TEST_CASE("after an abort nothing is written, though a frozen sender goes on", "
               bystander->shutdown();
               self.tell_breaks(4);
               const auto again = self.join(6);
-              Tally anew;
+              Tally counted;
               std::vector<uint8_t> out = filled(1 << 20, self.rank);
-              if (self.rank < 2) send(*again, 1 - self.rank, 1, out, anew);
-              if (self.rank < 2) recv(*again, 1 - self.rank, 1, data, anew);
-              UcxRank::require(anew.all_ended(kEnd), "messages of a new group end");
-              UcxRank::require(anew.failed() == 0, "a new group connects again: " + anew.why());
+              if (self.rank < 2) send(*again, 1 - self.rank, 1, out, counted);
+              if (self.rank < 2) recv(*again, 1 - self.rank, 1, data, counted);
+              UcxRank::require(counted.all_ended(kEnd), "messages of a new group end");
+              UcxRank::require(counted.failed() == 0, "a new group connects again: " + counted.why());
               UcxRank::require(self.rank == 2 || data == filled(1 << 20, 1 - self.rank), "its bytes are right");
               self.meet(3);
               again->shutdown();

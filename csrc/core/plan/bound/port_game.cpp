@@ -119,7 +119,7 @@ std::vector<int64_t> PortGame::parts(size_t box) const {
 }
 
 int64_t PortGame::busiest_ns() const {
-  // From bytes anew, not from the rounded units of the game: this is what the mixture would take in a plan.
+  // From bytes again, not from the rounded units of the game: this is what the mixture would take in a plan.
   std::vector<int64_t> busy(load_.size(), 0);
   for (const std::vector<Way>& ways : boxes_) {
     int64_t all = 0;
