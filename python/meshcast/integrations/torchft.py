@@ -20,7 +20,7 @@ from ..base.observe import log
 from ..errors import DeadlineExceededError
 from ..groups.store import within
 from ..layout import Layout
-from ..resharding.memory import as_dtensor
+from ..resharding.compiled import as_dtensor
 from ..resharding.state_run import behind, own_stream
 from .meeting import Meeting
 

@@ -109,7 +109,7 @@ def _called(call: int) -> tuple[Compiled, _Registered]:
 def _run(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:
     compiled, known = _called(call)
     move = compiled.moves[0]
-    out = _empty(move.local_shape, move.dtype, len(move.shape), move.device)
+    out = _empty(move.local_shape, move.dtype, move.ndim, move.device)
     if compiled.transfer is None:
         return out
     source = move.outgoing(local) if move.is_holder else None
@@ -131,7 +131,7 @@ def _run_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch.
     gradient = move.gradient
     if gradient is None:
         raise MeshcastError("torch.ops.meshcast.reshard: the call was compiled without gradient")
-    incoming = _empty(gradient.source_shape, gradient.ends.destination, len(move.shape), move.source_device)
+    incoming = _empty(gradient.source_shape, gradient.ends.destination, move.ndim, move.source_device)
     if compiled.transfer is not None:
         outgoing = None if gradient.destination_shape is None else grad.to(gradient.ends.source)
         target = None if gradient.source_shape is None else incoming
@@ -149,7 +149,7 @@ def _empty(shape: tuple[int, ...] | None, dtype: torch.dtype, ndim: int, device:
 
 def _fake(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:  # noqa: ARG001
     move = _called(call)[0].moves[0]
-    shape = (0,) * len(move.shape) if move.local_shape is None else move.local_shape
+    shape = (0,) * move.ndim if move.local_shape is None else move.local_shape
     return local.new_empty(shape, dtype=move.dtype, device=move.device)
 
 
@@ -157,7 +157,7 @@ def _fake_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch
     move = _called(call)[0].moves[0]
     gradient = move.gradient
     assert gradient is not None
-    shape = (0,) * len(move.shape) if gradient.source_shape is None else gradient.source_shape
+    shape = (0,) * move.ndim if gradient.source_shape is None else gradient.source_shape
     return grad.new_empty(shape, dtype=gradient.dtype, device=move.source_device)
 
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from ..errors import Caller, LayoutError, MeshcastError
 from ..groups.parent import ParentGroup
 from ..transfers.handle import Handle
-from ..transfers.transfer import Call
-from .compiled import Request, compile_move, destination_of, source_of
+from ..transfers.transfer import Call, PlanOptions
+from .compiled import Goal, compile_move, destination_of, source_of
 from .meshes import slices_called
 from .state_arguments import Given
 from .state_batches import Known
@@ -35,28 +35,28 @@ class Digested:
         self,
         parent: ParentGroup,
         op: str,
-        requests: Sequence[Request],
+        xs: Sequence[Any],
+        goals: Sequence[Goal],
         out: Any,
         lost: Sequence[int],
-        strategy: str,
-        topology: Any,
+        options: PlanOptions,
     ) -> None:
         """Raises LayoutError where the ranks of the call are not known from its arguments. What else is wrong
         with them is told to these ranks."""
         self._parent, self._op = parent, op
-        self._names = ["x"] if op != "reshard_many" else [f"xs[{index}]" for index in range(len(requests))]
-        self._without, self._inside = self._others(requests, lost)
+        self._names = ["x"] if op != "reshard_many" else [f"xs[{index}]" for index in range(len(xs))]
+        self._without, self._inside = self._others(xs, goals, lost)
         self._given, self._wrong = Given(None, None), None
         self._shells: list[DTensor] = []
         try:
-            self._given = self._checked(requests, out, lost, strategy, topology)
+            self._given = self._checked(xs, goals, out, lost, options)
         except Exception as error:
             self._wrong = Caller(op, parent.rank).typed(error)
 
-    def _others(self, requests: Sequence[Request], lost: Sequence[int]) -> tuple[set[int], bool]:
+    def _others(self, xs: Sequence[Any], goals: Sequence[Goal], lost: Sequence[int]) -> tuple[set[int], bool]:
         """Ranks of the group that the call has nothing to do with, and whether this rank is in it."""
         ranks: set[int] = set()
-        for x, mesh, *_ in requests:
+        for x, (mesh, *_) in zip(xs, goals, strict=True):
             at = x.device_mesh if isinstance(x, DTensor) else getattr(x, "mesh", None)
             if not (isinstance(at, DeviceMesh) and isinstance(mesh, DeviceMesh)):
                 raise LayoutError(
@@ -75,18 +75,18 @@ class Digested:
         return set(self._parent.ranks.difference(ranks)), self._parent.rank in ranks
 
     def _checked(
-        self, requests: Sequence[Request], out: Any, lost: Sequence[int], strategy: str, topology: Any
+        self, xs: Sequence[Any], goals: Sequence[Goal], out: Any, lost: Sequence[int], options: PlanOptions
     ) -> Given:
         op, where, dtypes = self._op, {}, {}
-        if torch.is_grad_enabled() and any(request.x.requires_grad for request in requests):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
             raise LayoutError(
                 f"{op}: with digest=True no gradient is recorded; call it under torch.no_grad()"
             )
-        for name, request in zip(self._names, requests, strict=True):
-            source = source_of(request.x, self._parent.rank, False, op)
-            destination = destination_of(request, op)
-            where[name] = (destination.mesh, destination.placements)
-            dtype = destination.dtype or source.dtype
+        for name, x, goal in zip(self._names, xs, goals, strict=True):
+            source = source_of(x, self._parent.rank, False, op)
+            destination = destination_of(goal, source, op, lost)
+            where[name] = (destination.mesh, tuple(destination.layout.placements))
+            dtype = destination.dtype
             if dtype != source.dtype:
                 if not (dtype.is_floating_point and source.dtype.is_floating_point):
                     raise LayoutError(
@@ -94,18 +94,18 @@ class Digested:
                         f"to {dtype}"
                     )
                 dtypes[name] = dtype
-            move, *_ = compile_move(self._parent.rank, source, destination, op)  # checks both as well
+            move = compile_move(self._parent.rank, source, destination, op)  # checks both as well
             if not self._inside:
                 self._shells.append(move.allocate())
         here = isinstance(out, DTensor) and self._parent.rank in out.device_mesh.mesh
         return Given(
-            dict(zip(self._names, (request.x for request in requests), strict=True)),
+            dict(zip(self._names, xs, strict=True)),
             where,
             {"x": out} if here else None,
             dtype=dtypes or None,
             digest=True,
-            strategy=strategy,
-            topology=topology,
+            strategy=options.strategy,
+            topology=options.topology,
             lost=tuple((rank, rank) for rank in lost),
         )
 

@@ -1,4 +1,4 @@
-"""The memory that tensors occupy, and DTensors over it: transfers write behind the back of autograd.
+"""The memory that tensors occupy: transfers write behind the back of autograd.
 
 Whether strided elements have addresses in common is decided exactly, in integers alone: whether steps, each
 taken at most so many times, can add up to a total. From the widest step to the narrowest, what may still be
@@ -12,23 +12,17 @@ import functools
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ..errors import LayoutError
 from ..transfers.medium import settled
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
 __all__ = [
     "Region",
-    "as_dtensor",
     "check_outs",
     "check_storage",
-    "copied",
     "meet",
     "near",
     "note_written",
@@ -36,30 +30,6 @@ __all__ = [
     "repeats",
     "storage_of",
 ]
-
-
-def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """The DTensor of `spec` whose part on this rank is `local`; no gradients flow into it.
-
-    `DTensor(...)` is the same, but its first call in a process imports torch._dynamo: 0.5 s and 29 MiB with
-    torch 2.13, of no other use to a rank that only receives. What does so is `__init__`, which has work only
-    inside torch.export."""
-    if torch.compiler.is_exporting():
-        return DTensor(local, spec, requires_grad=False)
-    made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
-    return made
-
-
-def copied(x: Any) -> Any:
-    """A copy of a tensor, with a gradient where x has one and gradients are recorded; what is no tensor is
-    returned as it is."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    if x.requires_grad and torch.is_grad_enabled():
-        return x.clone()
-    if not isinstance(x, DTensor):
-        return x.detach().clone()
-    return as_dtensor(x._local_tensor.detach().clone(), x._spec)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

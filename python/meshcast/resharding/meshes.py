@@ -204,10 +204,14 @@ class Gone(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def lost_ranks(lost: Any, op: str) -> tuple[int, ...]:
-    """The argument `lost`, ascending and each rank once. Raises LayoutError for what are no ranks."""
+def lost_ranks(lost: Any, op: str, rank: int | None = None) -> tuple[int, ...]:
+    """The argument `lost`, ascending and each rank once. Raises LayoutError for what are no ranks, and for
+    the rank that calls."""
     listed = checks.listed(f"{op}: lost", lost)
-    return tuple(sorted({checks.integer(f"{op}: lost rank", rank, 0, _MAX_RANK) for rank in listed}))
+    found = tuple(sorted({checks.integer(f"{op}: lost rank", each, 0, _MAX_RANK) for each in listed}))
+    if rank is not None:
+        check_lost(found, rank, op)
+    return found
 
 
 def check_lost(lost: Collection[int], rank: int, op: str) -> None:
@@ -226,7 +230,10 @@ def living(
 ) -> list[Source]:
     """The sources as ranks hold them that are not lost. Raises LayoutError where a lost rank is in no source
     or in a destination, where a gradient is asked for, and where a box lives nowhere any more."""
-    layouts = [everywhere(source.layout, source.slices) for source in sources]
+    layouts = [
+        everywhere(source.layout, destination.slices[0])
+        for source, destination in zip(sources, destinations, strict=True)
+    ]
     in_sources = {rank for layout in layouts for rank in layout.ranks}
     never = [rank for rank in lost if rank not in in_sources]
     if never:
@@ -240,8 +247,7 @@ def living(
     found, missing = [], []
     for index, (source, layout, destination) in enumerate(zip(sources, layouts, destinations, strict=True)):
         name = "x" if len(sources) == 1 else f"xs[{index}]"
-        placements = positive_placements(destination.placements, len(source.shape))
-        wanted = everywhere(Layout(destination.mesh, placements), destination.slices)
+        wanted = destination.wanted
         check_not_wanted(name, wanted, names, rank, op)
         if source.needs_grad:
             raise LayoutError(
@@ -253,7 +259,7 @@ def living(
         left = survivors(layout, source.shape, lost, f"{op}: {name}")
         if left is not layout:
             missing += gone(name, source.shape, layout, names, wanted)
-            source = replace(source, layout=left or _nothing(wanted, len(source.shape)), slices=())
+            source = replace(source, layout=left or _nothing(wanted, len(source.shape)))
         found.append(source)
     raise_gone(missing, op, rank)
     return found
@@ -359,7 +365,7 @@ def renumbered(layout: Layout, numbers: Mapping[int, int], what: str) -> Layout:
 class Source:
     """A source as every rank knows it, from a DTensor or a spec. A rank outside may know its layout only:
     mesh is then None, and no gradient is possible. device_type: of the mesh. reduce_first: partial values are
-    reduced inside the mesh, so that each rank sees what it sends. slices: that the call has of the mesh."""
+    reduced inside the mesh, so that each rank sees what it sends."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -368,7 +374,6 @@ class Source:
     needs_grad: bool = False
     reduce_first: bool = False
     device_type: str = "cpu"
-    slices: Slices = ()
 
     @property
     def reduced_on_the_way(self) -> bool:
@@ -379,14 +384,19 @@ class Source:
 
 @dataclass(frozen=True)
 class Destination:
-    """The destination of a tensor. dtype None: that of the source; grad_placements None: see
-    meshcast.reshard; slices: that the call has of the mesh."""
+    """The destination of a tensor: its layout on `mesh`, that in which its gradient travels back, its type,
+    and the slices of the source mesh and of `mesh` that the call has."""
 
     mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    dtype: torch.dtype | None = None
-    grad_placements: tuple[Placement, ...] | None = None
-    slices: Slices = ()
+    layout: Layout
+    gradient: Layout
+    dtype: torch.dtype
+    slices: tuple[Slices, Slices]
+
+    @property
+    def wanted(self) -> Layout:
+        """The layout on all slices."""
+        return everywhere(self.layout, self.slices[1])
 
 
 def positive_placements(placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:

@@ -37,7 +37,8 @@ from ..planning.plan import Problem
 from ..transfers.digest import shard_digest, values_digest
 from ..transfers.handle import Handle, Unordered, call_back
 from ..transfers.transfer import Call, kept_transfer
-from .memory import as_dtensor, copied, note_written
+from .compiled import as_dtensor, copied
+from .memory import note_written
 from .meshes import positive_placements
 from .state_arguments import Given, StateCall, checked_call
 from .state_batches import Batch, Digests, Kept, Known, check_twins, check_whole, compile_batches
