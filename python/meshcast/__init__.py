@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         PeerLostError,
         PlanMismatchError,
     )
-    from .groups.telling import prepare
+    from .groups.parent import prepare
     from .layout import Layout
     from .planning.plan import (
         LocalCopy,
@@ -159,7 +159,7 @@ _HOME = {
     "plan_cache_clear": "planning.plan",
     "plan_cache_info": "planning.plan",
     "plan_many": "planning.plan",
-    "prepare": "groups.telling",
+    "prepare": "groups.parent",
     "reshard": "resharding.reshard",
     "reshard_": "resharding.reshard",
     "reshard_local": "resharding.reshard",

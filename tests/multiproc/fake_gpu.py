@@ -18,7 +18,7 @@ import torch.distributed as dist
 from meshcast import Layout
 from meshcast.resharding import state_run
 from meshcast.resharding.compiled import TensorMove, tensor_spec
-from meshcast.transfers import gpu as gpu_module
+from meshcast.transfers import medium as medium_module
 from meshcast.transfers import pinned as pinned_module
 from meshcast.transfers import transfer as transfer_module
 from multiproc.oracle import coordinates, cut
@@ -185,7 +185,7 @@ def fake_gpu(seed: int) -> Iterator[FakeGpu]:
     with (
         mock.patch.object(state_run, "empty", rubbish),
         mock.patch.object(pinned_module, "COPIES", gpu),
-        mock.patch.object(gpu_module, "gpu_obstacle", return_value=""),
+        mock.patch.object(medium_module, "gpu_obstacle", return_value=""),
         mock.patch.object(transfer_module, "check_shards", check_on_cpu),
         mock.patch.object(TensorMove, "allocate", allocate_rubbish),
     ):

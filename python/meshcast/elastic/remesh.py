@@ -17,8 +17,7 @@ from typing_extensions import Unpack
 
 from ..base import checks
 from ..errors import LayoutError, MeshcastError
-from ..groups.parent import known_parents, parent_group, seconds
-from ..groups.telling import raise_refused
+from ..groups.parent import known_parents, parent_group, raise_refused, seconds
 from ..layout import Box
 from ..resharding.meshes import Gone, raise_gone
 from ..resharding.state_arguments import Given

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from .. import _C
 from ..base import forks, settings
+from ..base.cache import Cache
 from ..base.host import host_identity
 from ..base.observe import log
 from ..errors import MeshcastError
@@ -151,6 +152,8 @@ def _warn_of(memory: _C.HostMemory, ranks: Sequence[int]) -> None:
         )
 
 
+_KEPT_TRANSFERS = 256  # which this rank keeps for later calls
+
 NO_LANE = -1  # of prepare(), which is counted in none
 
 KEPT_AGREEMENTS = (
@@ -178,7 +181,7 @@ class PrivateGroup(_C.Group):
         self.timeout = timeout
         self.name = _group_name(self.ranks)
         self.members = _C.Members(self.name, self.ranks, within)  # as the flight record shows it
-        self.transfers: dict[Any, Any] = {}  # compiled ones, kept by transfers/transfer.py
+        self.transfers: Cache[Any, Any] = Cache(_KEPT_TRANSFERS)  # of transfers/transfer.py
         self.born = forks.count
         self._connector = Connector(self.ranks, rank, self.name, timeout, store)
         super().__init__(list(self.ranks), rank, self.name, self._connector, known, KEPT_AGREEMENTS, refusals)
@@ -204,10 +207,6 @@ class PrivateGroup(_C.Group):
         """Store of the core, once the ranks have met."""
         return self._connector.control
 
-    def before_call(self) -> None:
-        """Raises AbortedError in a forked child."""
-        forks.check(self.born, "reshard")
-
     def refuse(  # type: ignore[override]  # the error itself
         self, lane: int, error: Exception, timeout: float, *, ordinal: int | None = None
     ) -> _C.Refusal:
@@ -222,7 +221,7 @@ class PrivateGroup(_C.Group):
 
     def connect(self, timeout: float) -> None:
         """Brings the group up, unless it is; blocks. Raises what keeps it from coming up."""
-        self.before_call()
+        forks.check(self.born, "prepare")
         try:
             super().connect(timeout)
         except MeshcastError:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..base.cache import Cache
 from ..errors import LayoutError, MeshcastError
 from ..transfers.handle import CallNumber
 
@@ -39,7 +40,7 @@ class _Registered:
 
     def __init__(self, compiled: weakref.ref[Compiled], limit: float) -> None:
         self.compiled, self.limit = compiled, limit
-        self._agreed: dict[int, tuple[Any, Any]] = {}  # AgreedPlan, and the core that it was made with
+        self._agreed: Cache[int, tuple[Any, Any]] = Cache(_SLOTS)  # AgreedPlan, and the core it was made with
 
     def token(self, number: CallNumber) -> torch.Tensor:
         """The number of a call for its backward, if it has one."""
@@ -47,8 +48,6 @@ class _Registered:
         if number.agreed is not None:
             slot = number.agreed.slot
             self._agreed[slot] = number.agreed, number.core
-            if len(self._agreed) > _SLOTS:
-                del self._agreed[next(iter(self._agreed))]
         return torch.tensor([number.ordinal, number.run, slot])
 
     def number(self, token: torch.Tensor) -> CallNumber:

@@ -15,7 +15,7 @@ from ..groups.parent import parent_group, seconds
 from ..spec import TensorSpec
 from ..transfers.transfer import PlanOptions
 from .compile_op import new_token, register_call
-from .compiled import Goal, compile_call
+from .compiled import ReshardGoal, compile_call
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -87,7 +87,7 @@ def _constant_call(
     found = known.get(full_key)
     if found is None:
         spec = TensorSpec(shape, dtype, source_mesh, source_placements, needs_grad)
-        goal, options = Goal(mesh, placements, result_dtype), PlanOptions(strategy)
+        goal, options = ReshardGoal(mesh, placements, result_dtype), PlanOptions(strategy)
         compiled = compile_call(parent, [spec], [goal], "reshard", options, spec_inside=True)
         found = known[full_key] = (register_call(compiled, limit), compiled)
     return found[0]

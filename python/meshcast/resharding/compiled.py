@@ -19,16 +19,24 @@ from ..groups.parent import ParentGroup
 from ..layout import Layout
 from ..planning.plan import Problem
 from ..spec import TensorSpec
-from ..transfers.gpu import require_gpu
 from ..transfers.handle import Handle
-from ..transfers.medium import REDUCTIONS, Casts, DeviceTypes, Ends, device_types_of, ends_of, settled
+from ..transfers.medium import (
+    REDUCTIONS,
+    Casts,
+    DeviceTypes,
+    Ends,
+    device_types_of,
+    ends_of,
+    require_gpu,
+    settled,
+)
 from ..transfers.transfer import Call, PersistentTransfer, PlanOptions, kept_transfer, new_transfer, ranks_of
 from .memory import overlaps, storage_of
 from .meshes import Destination, Source, everywhere, living, positive_placements, slices_called
 
 __all__ = [
     "Compiled",
-    "Goal",
+    "ReshardGoal",
     "Reduction",
     "TensorMove",
     "as_dtensor",
@@ -206,8 +214,8 @@ class TensorMove:
         return local if local.dtype == self.ends.source else local.to(self.ends.source)
 
 
-class Goal(NamedTuple):
-    """What the caller of reshard asks for one tensor, unchecked."""
+class ReshardGoal(NamedTuple):
+    """The result that a call asks for one tensor, unchecked."""
 
     mesh: Any
     placements: Any
@@ -253,7 +261,7 @@ def source_of(
     return Source(tuple(x.shape), x.dtype, layout, mesh, needs_grad, device_type=mesh.device_type)
 
 
-def destination_of(goal: Goal, source: Source, op: str, lost: Sequence[int] = ()) -> Destination:
+def destination_of(goal: ReshardGoal, source: Source, op: str, lost: Sequence[int] = ()) -> Destination:
     """Checks a goal. lost: ranks of the source mesh that hold nothing any more."""
     mesh, placements, dtype, grad_placements = goal
     if not isinstance(mesh, DeviceMesh):
@@ -418,7 +426,7 @@ class Compiled:
 def compile_call(
     parent: ParentGroup,
     xs: Sequence[Any],
-    goals: Sequence[Goal],
+    goals: Sequence[ReshardGoal],
     op: str,
     options: PlanOptions,
     *,
@@ -469,7 +477,7 @@ def _casts(moves: Sequence[TensorMove]) -> Casts | None:
 def compiled_call(
     parent: ParentGroup,
     xs: Sequence[Any],
-    goals: Sequence[Goal],
+    goals: Sequence[ReshardGoal],
     op: str,
     options: PlanOptions,
     lost: Sequence[int],
@@ -489,7 +497,7 @@ def compiled_call(
     return found
 
 
-def _kind(x: Any, goal: Goal, records: bool) -> Any:
+def _kind(x: Any, goal: ReshardGoal, records: bool) -> Any:
     """Equal for what compiles to the same."""
     mesh, placements, dtype, grad_placements = goal
     source = x._spec if isinstance(x, DTensor) else (x.shape, x.dtype, x.mesh, x.placements)

@@ -16,7 +16,7 @@ from ..errors import Caller, LayoutError, MeshcastError
 from ..groups.parent import ParentGroup
 from ..transfers.handle import Handle
 from ..transfers.transfer import Call, PlanOptions
-from .compiled import Goal, compile_move, destination_of, source_of
+from .compiled import ReshardGoal, compile_move, destination_of, source_of
 from .meshes import slices_called
 from .state_arguments import Given
 from .state_batches import Known
@@ -36,7 +36,7 @@ class Digested:
         parent: ParentGroup,
         op: str,
         xs: Sequence[Any],
-        goals: Sequence[Goal],
+        goals: Sequence[ReshardGoal],
         out: Any,
         lost: Sequence[int],
         options: PlanOptions,
@@ -53,7 +53,9 @@ class Digested:
         except Exception as error:
             self._wrong = Caller(op, parent.rank).typed(error)
 
-    def _others(self, xs: Sequence[Any], goals: Sequence[Goal], lost: Sequence[int]) -> tuple[set[int], bool]:
+    def _others(
+        self, xs: Sequence[Any], goals: Sequence[ReshardGoal], lost: Sequence[int]
+    ) -> tuple[set[int], bool]:
         """Ranks of the group that the call has nothing to do with, and whether this rank is in it."""
         ranks: set[int] = set()
         for x, (mesh, *_) in zip(xs, goals, strict=True):
@@ -75,7 +77,12 @@ class Digested:
         return set(self._parent.ranks.difference(ranks)), self._parent.rank in ranks
 
     def _checked(
-        self, xs: Sequence[Any], goals: Sequence[Goal], out: Any, lost: Sequence[int], options: PlanOptions
+        self,
+        xs: Sequence[Any],
+        goals: Sequence[ReshardGoal],
+        out: Any,
+        lost: Sequence[int],
+        options: PlanOptions,
     ) -> Given:
         op, where, dtypes = self._op, {}, {}
         if torch.is_grad_enabled() and any(x.requires_grad for x in xs):

@@ -16,20 +16,18 @@ from typing_extensions import Unpack
 
 from ..base import checks
 from ..errors import LayoutError
-from ..groups.parent import ParentGroup, parent_group, seconds
-from ..groups.telling import raise_refused
+from ..groups.parent import ParentGroup, parent_group, raise_refused, seconds
 from ..layout import Layout
 from ..planning.plan import Problem
 from ..spec import TensorSpec
-from ..transfers.gpu import require_gpu
 from ..transfers.handle import Handle
-from ..transfers.medium import DeviceTypes, device_types_of
+from ..transfers.medium import DeviceTypes, device_types_of, require_gpu
 from ..transfers.transfer import DEFAULT_OPTIONS, CallOptions, PersistentTransfer, PlanOptions, kept_transfer
 from .autograd import differentiable_call
 from .compile_trace import traced_reshard
 from .compiled import (
     Compiled,
-    Goal,
+    ReshardGoal,
     check_reducible,
     compiled_call,
     copied,
@@ -162,7 +160,7 @@ def reshard(
     return run_call(
         "reshard",
         [x],
-        [Goal(mesh, placements, dtype, grad_placements)],
+        [ReshardGoal(mesh, placements, dtype, grad_placements)],
         itemgetter(0),
         lost=lost,
         digest=digest,
@@ -359,7 +357,7 @@ def reshard_(
 def run_call(
     op: str,
     xs: Sequence[Any],
-    goals: Sequence[Goal],
+    goals: Sequence[ReshardGoal],
     answer: Callable[[list[DTensor]], T],
     *,
     group: dist.ProcessGroup | None,
@@ -412,7 +410,7 @@ def run_call(
 
 
 def _places(
-    xs: Sequence[Any], goals: Sequence[Goal], compiled: Compiled | None, dead: Sequence[int] | None
+    xs: Sequence[Any], goals: Sequence[ReshardGoal], compiled: Compiled | None, dead: Sequence[int] | None
 ) -> list[Any]:
     """Returns what names the ranks of a call that was refused here."""
     if compiled is not None:
@@ -424,7 +422,7 @@ def _places(
 
 def _lists(
     xs: Any, mesh: Any, placements: Any, dtype: Any, grad_placements: Any
-) -> tuple[list[Any], list[Goal]]:
+) -> tuple[list[Any], list[ReshardGoal]]:
     """Checks the lists of reshard_many."""
     listed, layouts = _listed("xs", xs), _listed("placements", placements)
     gradients: list[Any] = [None] * len(listed)
@@ -435,7 +433,9 @@ def _lists(
             raise LayoutError(f"{len(given)} {name} for {len(listed)} tensors; give one for each")
     if not listed:
         raise LayoutError("nothing to transfer; give at least one tensor")
-    return listed, [Goal(mesh, where, dtype, back) for where, back in zip(layouts, gradients, strict=True)]
+    return listed, [
+        ReshardGoal(mesh, where, dtype, back) for where, back in zip(layouts, gradients, strict=True)
+    ]
 
 
 def _listed(name: str, value: Any) -> list[Any]:
@@ -444,7 +444,7 @@ def _listed(name: str, value: Any) -> list[Any]:
     return list(value)
 
 
-def _check(out: Any, x: Any) -> Goal:
+def _check(out: Any, x: Any) -> ReshardGoal:
     """Checks the tensors of reshard_, and returns what fills `out`."""
     if not isinstance(out, DTensor | TensorSpec):
         raise LayoutError(f"out must be a DTensor or a meshcast.TensorSpec, found {type(out).__name__}")
@@ -456,9 +456,9 @@ def _check(out: Any, x: Any) -> Goal:
                 "no gradient is recorded, but one is asked for; call it under torch.no_grad(), or use reshard"
             )
     if isinstance(out, TensorSpec):
-        return Goal(out.mesh, out.placements, out.dtype)
+        return ReshardGoal(out.mesh, out.placements, out.dtype)
     check_storage(out._local_tensor, "reshard_")
-    return Goal(out.device_mesh, out.placements, out.dtype)
+    return ReshardGoal(out.device_mesh, out.placements, out.dtype)
 
 
 _OP = "reshard_local"

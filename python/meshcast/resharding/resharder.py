@@ -13,13 +13,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from typing_extensions import Unpack, deprecated
 
 from ..errors import LayoutError
-from ..groups.parent import parent_group, seconds
-from ..groups.telling import raise_refused
+from ..groups.parent import parent_group, raise_refused, seconds
 from ..spec import TensorSpec
 from ..transfers.handle import Handle
 from ..transfers.medium import tensor_text
 from ..transfers.transfer import CallOptions, PlanOptions
-from .compiled import Goal, compile_call, places_called
+from .compiled import ReshardGoal, compile_call, places_called
 from .memory import check_storage
 from .meshes import positive_placements
 from .reshard import run_call
@@ -138,7 +137,7 @@ class Resharder:
             shape = tuple(self._src.shape)
             if expected is not None and expected != shape:
                 raise LayoutError(f"{_OP}: src_spec has shape {shape}, but dst_spec {expected}")
-            goal = Goal(mesh, placements, dtype)
+            goal = ReshardGoal(mesh, placements, dtype)
             options = PlanOptions(strategy, topology)
             self._compiled = compile_call(
                 parent, [self._src], [goal], _OP, options, spec_inside=True, kept=False

@@ -15,7 +15,7 @@ from ..base.boxes import Box
 from ..errors import LayoutError
 from ..layout import Layout
 from ..spec import TensorSpec
-from ..transfers.gpu import own_obstacle
+from ..transfers.medium import own_obstacle
 from .memory import check_outs, near, storage_of
 from .meshes import check_lost, positive_placements
 from .state_entries import (

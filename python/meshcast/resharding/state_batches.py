@@ -20,8 +20,7 @@ from ..groups.parent import ParentGroup
 from ..layout import Box, Layout
 from ..planning.plan import Problem
 from ..transfers.digest import added, pieces_digest, shard_digest
-from ..transfers.gpu import require_gpu
-from ..transfers.medium import Casts, DeviceTypes, Ends, ends_of
+from ..transfers.medium import Casts, DeviceTypes, Ends, ends_of, require_gpu
 from ..transfers.transfer import Call, PersistentTransfer, PlanOptions, new_transfer, ranks_of
 from .compiled import Reduction, check_reducible, reduced_layout, reduction_inside, wire_dtype
 from .meshes import Source, ranks_text

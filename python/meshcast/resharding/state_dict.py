@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
-from ..groups.parent import parent_group, seconds
-from ..groups.telling import raise_refused
+from ..groups.parent import parent_group, raise_refused, seconds
 from ..layout import Layout
 from ..transfers.handle import Handle
 from ..transfers.transfer import Call

@@ -35,11 +35,8 @@ __all__ = [
     "attach_gpu",
     "choose_transport",
     "connect_lanes",
-    "gpu_obstacle",
     "gpu_of",
-    "own_obstacle",
     "own_offer",
-    "require_gpu",
 ]
 
 
@@ -81,39 +78,12 @@ class GpuOffer:
         return cls(**(fields | {"reaches": tuple(fields["reaches"])}))
 
 
-def require_gpu(op: str, *, copies_only: bool = False) -> None:
-    """Raises LayoutError where this process can move nothing on GPUs. copies_only: nothing but torch's copies
-    between a GPU and the host is needed."""
-    reason = own_obstacle(copies_only=copies_only)
-    if reason:
-        meshes = "one of the meshes is" if copies_only else "the meshes are"
-        raise LayoutError(f"{op}: {meshes} on cuda, but {reason}", op=op)
-
-
 def several_gpus(devices: Sequence[int]) -> str:
     """Returns the error text for tensors of one call on several GPUs of a rank."""
     return (
         f"the tensors of one call are on several GPUs of this rank, {sorted(devices)}; results are made on "
         "the current one: call torch.cuda.set_device with that of the source first"
     )
-
-
-def own_obstacle(*, copies_only: bool) -> str:
-    """Why this process can move nothing on GPUs; empty if it can. copies_only: see require_gpu."""
-    built = copies_only or hasattr(_C, "GpuGroupCore")
-    return gpu_obstacle(built, torch.version.cuda, torch.cuda.is_available())
-
-
-def gpu_obstacle(built: bool, torch_cuda: str | None, available: bool) -> str:
-    """Why a process cannot use a GPU; empty if it can. built: meshcast has CUDA code; torch_cuda: the CUDA of
-    torch."""
-    if torch_cuda is None:
-        return "torch is a CPU build: install a CUDA build of torch and build meshcast for it"
-    if not built:
-        return "this build of meshcast has no CUDA code: build it again with MESHCAST_CUDA=ON"
-    if not available:
-        return "torch sees no GPU here: look at CUDA_VISIBLE_DEVICES and the driver"
-    return ""
 
 
 def own_offer(device: int) -> GpuOffer:

@@ -29,6 +29,9 @@ __all__ = [
     "check_shards",
     "ends_of",
     "filled",
+    "gpu_obstacle",
+    "own_obstacle",
+    "require_gpu",
     "resolved",
     "settled",
     "tensor_text",
@@ -263,3 +266,30 @@ def device_types_of(source: str, destination: str, op: str) -> DeviceTypes:
         if kind not in ("cpu", "cuda"):
             raise LayoutError(f"{op}: the meshes are on {kind}; tensors on cpu and cuda can be moved", op=op)
     return source, destination
+
+
+def require_gpu(op: str, *, copies_only: bool = False) -> None:
+    """Raises LayoutError where this process can move nothing on GPUs. copies_only: nothing but torch's copies
+    between a GPU and the host is needed."""
+    reason = own_obstacle(copies_only=copies_only)
+    if reason:
+        meshes = "one of the meshes is" if copies_only else "the meshes are"
+        raise LayoutError(f"{op}: {meshes} on cuda, but {reason}", op=op)
+
+
+def own_obstacle(*, copies_only: bool) -> str:
+    """Why this process can move nothing on GPUs; empty if it can. copies_only: see require_gpu."""
+    built = copies_only or hasattr(_C, "GpuGroupCore")
+    return gpu_obstacle(built, torch.version.cuda, torch.cuda.is_available())
+
+
+def gpu_obstacle(built: bool, torch_cuda: str | None, available: bool) -> str:
+    """Why a process cannot use a GPU; empty if it can. built: meshcast has CUDA code; torch_cuda: the CUDA of
+    torch."""
+    if torch_cuda is None:
+        return "torch is a CPU build: install a CUDA build of torch and build meshcast for it"
+    if not built:
+        return "this build of meshcast has no CUDA code: build it again with MESHCAST_CUDA=ON"
+    if not available:
+        return "torch sees no GPU here: look at CUDA_VISIBLE_DEVICES and the driver"
+    return ""
