@@ -13,10 +13,9 @@ maps for all its groups (64 MiB).
 from __future__ import annotations
 
 import hashlib
-import json
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -25,6 +24,7 @@ from ..base import forks, settings
 from ..base.cache import Cache
 from ..base.host import host_identity
 from ..base.observe import log
+from ..base.wire import pack, unpack
 from ..errors import MeshcastError
 from ..topology import Topology
 from .network import Network, agreed_count, first_rails, interfaces
@@ -78,6 +78,15 @@ class Connector:
         return {"rank": self.rank, "op": "connect", "phase": "connect"}
 
 
+class _Offer(NamedTuple):
+    """A rank as the others have to know it when they meet."""
+
+    host: str
+    memory: str  # of HostMemory
+    interfaces: str  # of interfaces()
+    network: str  # of Network
+
+
 class _Joining:
     """One rank's way into one life of a group. Raises Shortage where this process has run out of
     something."""
@@ -99,24 +108,24 @@ class _Joining:
             raise Shortage(short) from error
 
     def offer(self) -> str:
-        return json.dumps([host_identity(), self._memory.offer, self._told, self._network.offer()])
+        return pack(_Offer(host_identity(), self._memory.offer, self._told, self._network.offer()))
 
     def watch(self, offer: str) -> Callable[[], str] | None:
-        return self._network.watch(json.loads(offer)[3])
+        return self._network.watch(unpack(_Offer, offer).network)
 
     def connect(self, offers: dict[int, str], deadline: float, lost: Lost) -> _C.GroupCore:
         """Blocks to `deadline`, by time.monotonic()."""
         of = self._of
         ranks, rank = of.ranks, of.rank
-        members: dict[int, list[Any]] = {other: json.loads(text) for other, text in offers.items()}
-        hosts: dict[int, str] = {other: member[0] for other, member in members.items()}
-        count = agreed_count({other: member[2] for other, member in members.items()}, rank)
+        members = {other: unpack(_Offer, text) for other, text in offers.items()}
+        hosts = {other: member.host for other, member in members.items()}
+        count = agreed_count({other: member.interfaces for other, member in members.items()}, rank)
         topology = Topology.from_hosts(hosts, nics_per_host=count)
-        of_host = {other: member[1] for other, member in members.items() if member[0] == hosts[rank]}
+        of_host = {other: member.memory for other, member in members.items() if member.host == hosts[rank]}
         conversation = _C.Conversation(self._store, rank, len(ranks))
         self._memory.meet(conversation, list(ranks), of_host, deadline, lost)
         transport = self._network.transport(
-            {other: members[other][3] for other in ranks},
+            {other: members[other].network for other in ranks},
             first_rails(ranks, topology, count),
             rank,
             self._store,
