@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..base import checks
+from ..base.values import is_carried
 from ..errors import LayoutError, MeshcastError
 from ..layout import Layout
 from ..resharding.meshes import lost_ranks, positive_placements, ranks_then
 from ..resharding.state_arguments import Given
 from ..resharding.state_entries import OP as MOVE
-from ..resharding.state_entries import is_carried
 from ..resharding.state_run import Conversation, Prepared, ReshardedState
 from ..spec import TensorSpec
 

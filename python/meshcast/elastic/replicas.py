@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ..base import checks
 from ..base.boxes import extents
 from ..base.host import host_identity
+from ..base.values import carried, is_carried, restored
 from ..errors import Caller, LayoutError, MeshcastError, PlanMismatchError
 from ..groups.parent import parent_group, seconds
 from ..layout import Box, Layout
@@ -32,12 +33,9 @@ from ..resharding.state_batches import Known
 from ..resharding.state_dict import Repeated, likeness
 from ..resharding.state_entries import OP as MOVE
 from ..resharding.state_entries import (
-    carried,
     decode,
-    is_carried,
     local_of,
     memory_with,
-    restored,
     same_memory,
     with_boxes,
 )

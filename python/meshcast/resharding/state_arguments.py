@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..base import checks
 from ..base.boxes import Box
+from ..base.values import CARRIED, carried, not_carried
 from ..errors import LayoutError
 from ..layout import Layout
 from ..spec import TensorSpec
@@ -19,7 +20,6 @@ from ..transfers.gpu import own_obstacle
 from .memory import check_outs, near, storage_of
 from .meshes import check_lost, positive_placements
 from .state_entries import (
-    CARRIED,
     OP,
     Held,
     Loaded,
@@ -27,11 +27,9 @@ from .state_entries import (
     Reading,
     StateSide,
     Wanted,
-    carried,
     encode,
     local_of,
     memory_with,
-    not_carried,
     read_loaded,
     same_memory,
 )

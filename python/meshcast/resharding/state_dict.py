@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
+from ..base.values import carried, is_carried
 from ..groups.parent import parent_group, seconds
 from ..groups.telling import raise_refused
 from ..layout import Layout
@@ -26,7 +27,7 @@ from ..transfers.transfer import Call
 from .meshes import check_lost, lost_ranks
 from .state_arguments import Given, StateCall
 from .state_batches import Batch, Known
-from .state_entries import OP, carried, is_carried, local_of, same_memory
+from .state_entries import OP, local_of, same_memory
 from .state_run import Conversation, Memory, Prepared, ReshardedState, conversation, started
 from .tensor_map import TensorMap
 

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ..base import checks
+from ..base.values import restored, same_values, shown
 from ..errors import AbortedError, Caller, DeadlineExceededError, PeerLostError, PlanMismatchError, was_told
 from ..groups.parent import ParentGroup
 from ..groups.store import within
@@ -41,7 +42,7 @@ from .memory import as_dtensor, copied, note_written
 from .meshes import positive_placements
 from .state_arguments import Given, StateCall, checked_call
 from .state_batches import Batch, Digests, Kept, Known, check_twins, check_whole, compile_batches
-from .state_entries import OP, decode, local_of, mismatch, restored, same_values, shown, text_digest
+from .state_entries import OP, decode, local_of, mismatch, text_digest
 from .state_moves import Agreed, Origin, Target, agree
 
 if TYPE_CHECKING:
