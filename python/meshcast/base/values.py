@@ -121,35 +121,21 @@ def _said(value: Any, most: int | None) -> Any:
     if kind in _PLAIN:
         return value
     if kind is list:
-        return [_said(item, most) for item in value]
+        return _items(value, most)
     if kind is dict:
         if all(type(key) is str for key in value):
             return {"dict": {key: _said(item, most) for key, item in value.items()}}
         return {"pairs": _pairs(value, most)}
-    if kind is tuple or kind is torch.Size:
-        return {"tuple" if kind is tuple else "Size": [_said(item, most) for item in value]}
-    if kind is bytes or kind is bytearray:
-        return {kind.__name__: base64.b64encode(value).decode()}
-    if kind is set or kind is frozenset:
-        return {kind.__name__: sorted((_said(item, most) for item in value), key=_text)}
-    if kind is Counter or kind is OrderedDict:
-        return {kind.__name__: _pairs(value, most)}
+    if kind in _CODECS:
+        return {kind.__name__: _CODECS[kind][0](value, most)}
     if kind is defaultdict:
         made = value.default_factory
         if made is None or _BUILT.get(getattr(made, "__name__", "")) is made:
             return {"defaultdict": [None if made is None else made.__name__, _pairs(value, most)]}
-    if kind is deque:
-        return {"deque": [value.maxlen, [_said(item, most) for item in value]]}
-    if kind is complex:
-        return {"complex": [value.real, value.imag]}
-    if kind is range:
-        return {"range": [value.start, value.stop, value.step]}
-    if kind in (torch.dtype, torch.device):
-        return {kind.__name__: str(value).removeprefix("torch.")}
     if isinstance(value, enum.Enum) and _looked_up(*_names(kind)) is kind:
         return {"enum": [*_names(kind), _said(value.value, most)]}
     if isinstance(value, tuple) and hasattr(value, "_fields") and _looked_up(*_names(kind)) is kind:
-        return {"named": [*_names(kind), [_said(item, most) for item in value]]}
+        return {"named": [*_names(kind), _items(value, most)]}
     if kind is torch.Tensor and value.layout is torch.strided and not value.requires_grad:
         if most is None or value.nbytes <= most:
             return {"tensor": _tensor(value)}
@@ -158,6 +144,14 @@ def _said(value: Any, most: int | None) -> Any:
     if found is None:
         raise _NotCarriedError(f"a {kind.__name__}")
     return found
+
+
+def _items(value: Any, most: int | None) -> list[Any]:
+    return [_said(item, most) for item in value]
+
+
+def _unordered(value: Any, most: int | None) -> list[Any]:
+    return sorted(_items(value, most), key=_text)
 
 
 def _pairs(value: Any, most: int | None) -> list[Any]:
@@ -241,25 +235,36 @@ def _made_numpy(content: Any, *, array: bool) -> Any:
     return found.copy() if array else found[()]
 
 
+_Codec = tuple[Callable[[Any, int | None], Any], Callable[[Any], Any]]
+# How the content of a kind is written, and made again, by type.
+_CODECS: dict[type, _Codec] = {
+    tuple: (_items, lambda content: tuple(_values(content))),
+    torch.Size: (_items, torch.Size),
+    bytes: (lambda value, _: base64.b64encode(value).decode(), base64.b64decode),
+    bytearray: (
+        lambda value, _: base64.b64encode(value).decode(),
+        lambda content: bytearray(base64.b64decode(content)),
+    ),
+    set: (_unordered, lambda content: set(_values(content))),
+    frozenset: (_unordered, lambda content: frozenset(_values(content))),
+    Counter: (_pairs, lambda content: Counter(_dict(content))),
+    OrderedDict: (_pairs, lambda content: OrderedDict(_dict(content))),
+    deque: (
+        lambda value, most: [value.maxlen, _items(value, most)],
+        lambda content: deque(_values(content[1]), content[0]),
+    ),
+    complex: (lambda value, _: [value.real, value.imag], lambda content: complex(*content)),
+    range: (lambda value, _: [value.start, value.stop, value.step], lambda content: range(*content)),
+    torch.dtype: (lambda value, _: checks.dtype_name(value), checks.dtype),
+    torch.device: (lambda value, _: str(value), torch.device),
+}
 _MAKERS: dict[str, Callable[[Any], Any]] = {
+    **{kind.__name__: read for kind, (_, read) in _CODECS.items()},
     "dict": lambda content: {key: _value(item) for key, item in content.items()},
     "pairs": _dict,
-    "tuple": lambda content: tuple(_values(content)),
-    "Size": lambda content: torch.Size(content),
-    "bytes": base64.b64decode,
-    "bytearray": lambda content: bytearray(base64.b64decode(content)),
-    "set": lambda content: set(_values(content)),
-    "frozenset": lambda content: frozenset(_values(content)),
-    "Counter": lambda content: Counter(_dict(content)),
-    "OrderedDict": lambda content: OrderedDict(_dict(content)),
     "defaultdict": lambda content: defaultdict(
         None if content[0] is None else _BUILT[content[0]], _dict(content[1])
     ),
-    "deque": lambda content: deque(_values(content[1]), content[0]),
-    "complex": lambda content: complex(*content),
-    "range": lambda content: range(*content),
-    "dtype": checks.dtype,
-    "device": torch.device,
     "enum": lambda content: _class(*content[:2])(_value(content[2])),
     "named": lambda content: _class(*content[:2])._make(_values(content[2])),
     "tensor": _made_tensor,
