@@ -64,8 +64,7 @@ if TYPE_CHECKING:
     from .resharding.state_dict import StateResharder, reshard_state_dict
     from .resharding.state_run import ReshardedState
     from .resharding.tensor_map import TensorMap
-    from .resharding.weight_side import WeightProgress, WeightStats
-    from .resharding.weight_sync import WeightSync
+    from .resharding.weight_sync import WeightProgress, WeightStats, WeightSync
     from .spec import TensorSpec
     from .topology import Host, Nic, Topology
     from .transfers.handle import Handle, TransferStats
@@ -146,8 +145,8 @@ _HOME = {
     "Topology": "topology",
     "Transfer": "planning.plan",
     "TransferStats": "transfers.handle",
-    "WeightProgress": "resharding.weight_side",
-    "WeightStats": "resharding.weight_side",
+    "WeightProgress": "resharding.weight_sync",
+    "WeightStats": "resharding.weight_sync",
     "WeightSync": "resharding.weight_sync",
     "backward": "resharding.autograd",
     "counters": "base.observe",

@@ -174,7 +174,7 @@ def fake_gpu(seed: int) -> Iterator[FakeGpu]:
             result._local_tensor.untyped_storage().fill_(POISON)
         return result
 
-    empty = state_run.empty
+    empty = state_run._empty
 
     def rubbish(shape, dtype, device_type: str) -> torch.Tensor:
         result = empty(shape, dtype, device_type)
@@ -183,7 +183,7 @@ def fake_gpu(seed: int) -> Iterator[FakeGpu]:
         return result
 
     with (
-        mock.patch.object(state_run, "empty", rubbish),
+        mock.patch.object(state_run, "_empty", rubbish),
         mock.patch.object(pinned_module, "COPIES", gpu),
         mock.patch.object(medium_module, "gpu_obstacle", return_value=""),
         mock.patch.object(transfer_module, "check_shards", check_on_cpu),

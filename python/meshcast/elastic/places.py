@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..base import checks
+from ..base.values import is_carried
 from ..errors import LayoutError, MeshcastError
 from ..layout import Layout
 from ..resharding.meshes import lost_ranks, positive_placements, ranks_then
 from ..resharding.state_arguments import Given
 from ..resharding.state_entries import OP as MOVE
-from ..resharding.state_entries import is_carried
-from ..resharding.state_run import Conversation, Prepared, ReshardedState
+from ..resharding.state_run import Conversation, ReshardedState, StateRun
 from ..spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -200,9 +200,7 @@ def run(parent: ParentGroup, talk: Conversation, deadline: float, given: Given |
     """One call among all ranks. An error in place of arguments is raised here, and told to the others."""
     wrong = given if isinstance(given, Exception) else None
     arguments = Given(None, None) if isinstance(given, Exception) else given
-    result = ReshardedState()
-    talk.run(Prepared(parent.rank, arguments, None, wrong=wrong), deadline, result)
-    return result
+    return talk.run(StateRun(parent.rank, arguments, wrong=wrong), deadline)
 
 
 def call_by(op: str, error: MeshcastError) -> None:

@@ -16,13 +16,13 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from typing_extensions import Unpack
 
 from ..base import checks
+from ..base.values import is_carried
 from ..errors import LayoutError, MeshcastError
 from ..groups.parent import known_parents, parent_group, raise_refused, seconds
 from ..layout import Box
 from ..resharding.meshes import Gone, raise_gone
 from ..resharding.state_arguments import Given
 from ..resharding.state_dict import StateOptions
-from ..resharding.state_entries import is_carried
 from ..resharding.state_run import Conversation, ReshardedState, conversation
 from ..resharding.tensor_map import TensorMap
 from .places import OP, New, Old, Ranks, call_by, copies_of, destinations, old_layouts, read_ranks, run

@@ -12,16 +12,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..errors import Caller, LayoutError, MeshcastError
+from ..errors import Caller, LayoutError
 from ..groups.parent import ParentGroup
 from ..transfers.handle import Handle
-from ..transfers.transfer import Call, PlanOptions
+from ..transfers.transfer import PlanOptions
 from .compiled import ReshardGoal, compile_move, destination_of, source_of
 from .meshes import slices_called
 from .state_arguments import Given
-from .state_batches import Known
-from .state_entries import OP
-from .state_run import Conversation, Prepared, ReshardedState, conversation, started
+from .state_run import ReshardedState, StateRun, conversation, started
 
 __all__ = ["Digested"]
 
@@ -62,16 +60,15 @@ class Digested:
             at = x.device_mesh if isinstance(x, DTensor) else getattr(x, "mesh", None)
             if not (isinstance(at, DeviceMesh) and isinstance(mesh, DeviceMesh)):
                 raise LayoutError(
-                    f"{self._op}: expected a DTensor or a meshcast.TensorSpec, and a DeviceMesh to move "
-                    f"it to, found {type(x).__name__} and {type(mesh).__name__}"
+                    "expected a DTensor or a meshcast.TensorSpec, and a DeviceMesh to move it to, found "
+                    f"{type(x).__name__} and {type(mesh).__name__}"
                 )
             for side in slices_called(at, mesh, lost):
                 ranks.update(itertools.chain(*side))
         outside = ranks.difference(self._parent.ranks, lost)
         if outside:
             raise LayoutError(
-                f"{self._op}: ranks {sorted(outside)} are not in the group; pass group= a group that holds "
-                "all meshes"
+                f"ranks {sorted(outside)} are not in the group; pass group= a group that holds all meshes"
             )
         ranks.difference_update(lost)
         return set(self._parent.ranks.difference(ranks)), self._parent.rank in ranks
@@ -86,9 +83,7 @@ class Digested:
     ) -> Given:
         op, where, dtypes = self._op, {}, {}
         if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-            raise LayoutError(
-                f"{op}: with digest=True no gradient is recorded; call it under torch.no_grad()"
-            )
+            raise LayoutError("with digest=True no gradient is recorded; call it under torch.no_grad()")
         for name, x, goal in zip(self._names, xs, goals, strict=True):
             source = source_of(x, self._parent.rank, False, op)
             destination = destination_of(goal, source, op, lost)
@@ -97,8 +92,8 @@ class Digested:
             if dtype != source.dtype:
                 if not (dtype.is_floating_point and source.dtype.is_floating_point):
                     raise LayoutError(
-                        f"{op}: with digest=True only floating-point tensors are cast, found {source.dtype} "
-                        f"to {dtype}"
+                        f"with digest=True only floating-point tensors are cast, found {source.dtype} to "
+                        f"{dtype}"
                     )
                 dtypes[name] = dtype
             move = compile_move(self._parent.rank, source, destination, op)  # checks both as well
@@ -120,48 +115,27 @@ class Digested:
         """limit: seconds. Blocks; the results in order."""
         if not self._inside:
             return self._shells_only()
-        result, deadline = ReshardedState(), time.monotonic() + limit
-        self._named(conversation(self._parent, self._without), self._prepared(), deadline, result)
-        return self._results(result)
+        deadline = time.monotonic() + limit
+        return self._results(conversation(self._parent, self._without).run(self._prepared(), deadline))
 
     def start(self, limit: float, answer: Callable[[list[DTensor]], T], copy: bool) -> Handle[T]:
         """The same in the background, in an order with other such calls. answer: from the results what the
         handle gives. copy: of the sources, at once."""
         if not self._inside:
             return Handle(None, answer(self._shells_only()), lambda: 0.0)
-        prepared = self._prepared()
-
-        def run(talk: Conversation, deadline: float, result: ReshardedState) -> tuple[Known, list[Call]]:
-            return self._named(talk, prepared, deadline, result)
-
-        begun = started(self._parent, prepared, limit, run, self._without, copy)
-        if prepared.refused is not None:
-            raise self._called(prepared.refused)
+        run = self._prepared()
+        begun = started(self._parent, run, limit, lost=self._without, copy=copy)
+        if run.refused is not None:
+            raise run.refused
         return _Answer(begun, lambda result: answer(self._results(result)))
 
-    def _prepared(self) -> Prepared:
-        return Prepared(self._parent.rank, self._given, None, wrong=self._wrong)
+    def _prepared(self) -> StateRun:
+        return StateRun(self._parent.rank, self._given, op=self._op, wrong=self._wrong)
 
     def _shells_only(self) -> list[DTensor]:
         if self._wrong is not None:
             raise self._wrong
         return self._shells
-
-    def _called(self, error: Exception) -> Exception:
-        """The error of the call inside, from now on one of this operation."""
-        if isinstance(error, MeshcastError):
-            error.args = (str(error).replace(OP, self._op),)
-            error.op = self._op if error.op == OP else error.op
-        return error
-
-    def _named(
-        self, talk: Conversation, prepared: Prepared, deadline: float, result: ReshardedState
-    ) -> tuple[Known, list[Call]]:
-        try:
-            return talk.run(prepared, deadline, result)
-        except MeshcastError as error:
-            self._called(error)
-            raise
 
     def _results(self, result: ReshardedState) -> list[DTensor]:
         return [result[name] for name in self._names]

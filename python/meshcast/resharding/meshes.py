@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ..base import checks
 from ..base.boxes import box_text
+from ..base.wire import once
 from ..errors import LayoutError
 from ..layout import Box, Layout, on_ranks
 
@@ -44,9 +45,20 @@ __all__ = [
 Slices = tuple[tuple[int, ...], ...]
 """The ranks of slices of one mesh, each row-major. An empty one stands for a mesh that is by itself."""
 
-Family = tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...], tuple[int, ...]]
-"""Properties that sub-meshes of one mesh share: the names of their dimensions; names of dimensions,
-shape and ranks of the mesh that they are parts of."""
+
+@once
+class Family(NamedTuple):
+    """Properties that sub-meshes of one mesh share: the names of their dimensions; names of dimensions, shape
+    and ranks of the mesh that they are parts of."""
+
+    names: tuple[str, ...]
+    all_names: tuple[str, ...]
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __hash__(self) -> int:
+        return hash((self.names, self.shape, self.ranks[:2]))  # of thousands of ranks it takes long
+
 
 # Dimensions along which ranks hold different tensors, by the names that torch's own programs give them.
 _STAGES = "pp"
@@ -60,7 +72,7 @@ def family_of(mesh: DeviceMesh) -> Family | None:
     if root is None or root.size() == mesh.size():
         return None
     names, all_names = tuple(mesh.mesh_dim_names or ()), tuple(root.mesh_dim_names or ())
-    return names, all_names, tuple(root.mesh.shape), tuple(root.mesh.flatten().tolist())
+    return Family(names, all_names, tuple(root.mesh.shape), tuple(root.mesh.flatten().tolist()))
 
 
 def ranks_then(mesh: DeviceMesh, rank: int | None) -> torch.Tensor:
@@ -265,7 +277,7 @@ def living(
     return found
 
 
-def check_not_wanted(name: str, wanted: Layout, lost: Mapping[int, int], rank: int, op: str) -> None:
+def check_not_wanted(name: str, wanted: Layout, lost: Mapping[int, int], rank: int | None, op: str) -> None:
     """Raises LayoutError where a lost rank is to receive. lost: as for gone()."""
     both = [lost[number] for number in wanted.ranks if number in lost]
     if both:
@@ -327,7 +339,7 @@ def gone(
     return met
 
 
-def raise_gone(found: Sequence[Gone], op: str, rank: int) -> None:
+def raise_gone(found: Sequence[Gone], op: str, rank: int | None) -> None:
     """Raises LayoutError that lists what lives on no rank."""
     if not found:
         return
