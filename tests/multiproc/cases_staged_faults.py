@@ -157,7 +157,7 @@ def a_call_given_up_while_the_gpu_is_busy_ends(context) -> None:
         handle = call(context, group, async_op=True)
         if context.rank == 0:
             ranks = sorted({*HERE, *THERE})
-            parent_group(group, "test").private(ranks, "test").abort("the job is over")
+            parent_group(group, "test").private(ranks).abort("the job is over")
         if context.rank == 4:  # it only sends
             with contextlib.suppress(AbortedError):
                 handle.wait()

@@ -94,7 +94,7 @@ def moved(context) -> None:
             )
             check(result, fulls, destinations, context.rank, step)
             assert result.version is None
-            connector = parent_group(None, "test").private(range(context.world), "test")._connector
+            connector = parent_group(None, "test").private(range(context.world))._connector
             if step == 2:
                 assert connector.conversation.writes == 0, "a known kind of call wrote to the store"
             connector.conversation = _Counting(connector.conversation)

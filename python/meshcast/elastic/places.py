@@ -68,7 +68,7 @@ class Ranks(NamedTuple):
 def read_ranks(lost: Any, ranks: Any, members: Collection[int], rank: int) -> Ranks:
     """members: of the group; rank: this one. Raises LayoutError for what is no map of ranks, and for a rank
     that is called lost and lives."""
-    dead = lost_ranks(lost, OP)
+    dead = lost_ranks(lost)
     if ranks is None:
         if rank in dead:
             raise LayoutError(f"{OP}: rank {rank} is named in lost= and yet makes the call", rank=rank, op=OP)

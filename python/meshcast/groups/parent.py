@@ -68,9 +68,7 @@ class ParentGroup:
         self._groups_lock = threading.Lock()  # two threads must not make one group twice: it meets once
         self._twins: dict[str, ParentGroup] = {}
         # Calls that this rank refused, of which it is not known whose they were.
-        self.refusals = _C.OpenRefusals(
-            sorted(ranks), rank, store, lambda members: self.private(members, "reshard")
-        )
+        self.refusals = _C.OpenRefusals(sorted(ranks), rank, store, self.private)
         self.at_end: dict[str, Callable[[], None]] = {}  # by name, what else ends with it; never blocks long
 
     @classmethod
@@ -111,7 +109,7 @@ class ParentGroup:
         if twin is not None:
             twin.close(limit)
 
-    def private(self, ranks: Sequence[int], op: str) -> PrivateGroup:
+    def private(self, ranks: Sequence[int]) -> PrivateGroup:
         """The private group of these global ranks, ascending and unique. Raises LayoutError for ranks outside
         the parent group."""
         key = tuple(ranks)
@@ -120,11 +118,8 @@ class ParentGroup:
             outside = [rank for rank in key if rank not in self.ranks]
             if outside:
                 raise LayoutError(
-                    f"{op}: ranks {outside} are not in process group {self.name!r}, which has ranks "
-                    f"{_brief(self.ranks)}; "
-                    "pass group= a group that holds both meshes",
-                    rank=self.rank,
-                    op=op,
+                    f"ranks {outside} are not in process group {self.name!r}, which has ranks "
+                    f"{_brief(self.ranks)}; pass group= a group that holds both meshes"
                 )
             with self._groups_lock:
                 group = self._groups.get(key)
@@ -324,7 +319,7 @@ def _tell(
         if parent.rank not in known:
             return  # nobody waits for it
         if parent.ranks.issuperset(known):
-            parent.private(sorted(known), op).refuse_call(error, limit, prepares=prepares).wait()
+            parent.private(sorted(known)).refuse_call(error, limit, prepares=prepares).wait()
             return
         known = set()
     where = [each.refusals for each in parents]
@@ -408,8 +403,8 @@ def prepare(
         limit = seconds(timeout, parent.timeout)
         ranks = sorted(set(_ranks(meshes)))
         if not ranks:
-            raise LayoutError(f"{_OP}: no ranks; give the meshes of a later call, or its ranks")
-        private = parent.private(ranks, _OP)
+            raise LayoutError("no ranks; give the meshes of a later call, or its ranks")
+        private = parent.private(ranks)
     except Exception as error:
         raise_refused(error, _OP, [meshes], group, timeout, prepares=True)
     if parent.rank in ranks:
@@ -420,11 +415,11 @@ def _ranks(given: Any) -> Iterable[int]:
     if hasattr(given, "mesh_dim_names"):  # a DeviceMesh
         return [int(rank) for rank in given.mesh.flatten().tolist()]
     if isinstance(given, str) or not isinstance(given, Iterable):
-        raise LayoutError(f"{_OP}: expected meshes or global ranks, found {checks.shown(given)}")
+        raise LayoutError(f"expected meshes or global ranks, found {checks.shown(given)}")
     found: list[int] = []
     for item in given:
         if hasattr(item, "mesh_dim_names"):
             found.extend(_ranks(item))
         else:
-            found.append(checks.integer(f"{_OP}: rank", item, 0, (1 << 31) - 1))
+            found.append(checks.integer("rank", item, 0, (1 << 31) - 1))
     return found

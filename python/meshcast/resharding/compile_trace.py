@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..errors import LayoutError
+from ..errors import Caller, LayoutError
 from ..groups.parent import parent_group, seconds
 from ..spec import TensorSpec
 from ..transfers.transfer import PlanOptions
@@ -88,7 +88,8 @@ def _constant_call(
     if found is None:
         spec = TensorSpec(shape, dtype, source_mesh, source_placements, needs_grad)
         goal, options = ReshardGoal(mesh, placements, result_dtype), PlanOptions(strategy)
-        compiled = compile_call(parent, [spec], [goal], "reshard", options, spec_inside=True)
+        with Caller("reshard", parent.rank):
+            compiled = compile_call(parent, [spec], [goal], "reshard", options, spec_inside=True)
         found = known[full_key] = (register_call(compiled, limit), compiled)
     return found[0]
 

@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 
-def check_reducible(layout: Layout, dtype: torch.dtype, op: str) -> None:
+def check_reducible(layout: Layout, dtype: torch.dtype) -> None:
     """Raises LayoutError where partial values of this type cannot be reduced. A Partial mesh dimension of one
     rank reduces nothing."""
     if not layout.has_partial:
@@ -66,7 +66,7 @@ def check_reducible(layout: Layout, dtype: torch.dtype, op: str) -> None:
             continue
         if placement.reduce_op not in REDUCTIONS.get(dtype, ()):
             raise LayoutError(
-                f"{op}: a source of dtype {dtype} cannot be reduced by Partial({placement.reduce_op!r})"
+                f"a source of dtype {dtype} cannot be reduced by Partial({placement.reduce_op!r})"
             )
 
 
@@ -227,7 +227,6 @@ def source_of(
     x: Any,
     rank: int,
     needs_grad: bool,
-    op: str,
     *,
     spec_inside: bool = False,
     ranks_of: Callable[[DeviceMesh], Any] = lambda mesh: mesh,
@@ -239,44 +238,42 @@ def source_of(
         order = getattr(spec, "shard_order", None)
         if order and any(tuple(sorted(entry.mesh_dims)) != tuple(entry.mesh_dims) for entry in order):
             raise LayoutError(
-                f"{op}: the source shards a dimension over mesh dimensions in the order {order}; "
+                f"the source shards a dimension over mesh dimensions in the order {order}; "
                 "redistribute it first"
             )
         mesh = x.device_mesh
     elif isinstance(x, TensorSpec):
         mesh = x.mesh
         if not isinstance(mesh, DeviceMesh):
-            raise LayoutError(f"{op}: TensorSpec.mesh must be a DeviceMesh, found {type(mesh).__name__}")
+            raise LayoutError(f"TensorSpec.mesh must be a DeviceMesh, found {type(mesh).__name__}")
         if not spec_inside and rank in mesh.mesh.flatten().tolist():
             raise LayoutError(
-                f"{op}: rank {rank} is in the source mesh and must pass its DTensor; a TensorSpec "
-                "is for ranks outside",
-                rank=rank,
-                op=op,
+                f"rank {rank} is in the source mesh and must pass its DTensor; a TensorSpec is for ranks "
+                "outside"
             )
     else:
-        raise LayoutError(f"{op}: x must be a DTensor or a meshcast.TensorSpec, found {type(x).__name__}")
+        raise LayoutError(f"x must be a DTensor or a meshcast.TensorSpec, found {type(x).__name__}")
     layout = Layout(ranks_of(mesh), positive_placements(x.placements, len(x.shape)))
     needs_grad = needs_grad and x.requires_grad
     return Source(tuple(x.shape), x.dtype, layout, mesh, needs_grad, device_type=mesh.device_type)
 
 
-def destination_of(goal: ReshardGoal, source: Source, op: str, lost: Sequence[int] = ()) -> Destination:
+def destination_of(goal: ReshardGoal, source: Source, lost: Sequence[int] = ()) -> Destination:
     """Checks a goal. lost: ranks of the source mesh that hold nothing any more."""
     mesh, placements, dtype, grad_placements = goal
     if not isinstance(mesh, DeviceMesh):
-        raise LayoutError(f"{op}: mesh must be a DeviceMesh, found {type(mesh).__name__}")
+        raise LayoutError(f"mesh must be a DeviceMesh, found {type(mesh).__name__}")
     if isinstance(placements, str) or not isinstance(placements, Iterable):
         raise LayoutError(
-            f"{op}: placements must be a sequence with one placement per mesh dimension, found {placements!r}"
+            f"placements must be a sequence with one placement per mesh dimension, found {placements!r}"
         )
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise LayoutError(f"{op}: dtype must be a torch.dtype, found {dtype!r}")
+        raise LayoutError(f"dtype must be a torch.dtype, found {dtype!r}")
     ndim = len(source.shape)
     made = Layout(mesh, positive_placements(tuple(placements), ndim))
     if made.has_partial:
         raise LayoutError(
-            f"{op}: destination placements {tuple(made.placements)} hold Partial; ask for Replicate or Shard "
+            f"destination placements {tuple(made.placements)} hold Partial; ask for Replicate or Shard "
             "instead"
         )
     back = made
@@ -287,21 +284,21 @@ def destination_of(goal: ReshardGoal, source: Source, op: str, lost: Sequence[in
     return Destination(mesh, made, back, dtype or source.dtype, slices)
 
 
-def compile_move(rank: int, source: Source, destination: Destination, op: str) -> TensorMove:
+def compile_move(rank: int, source: Source, destination: Destination) -> TensorMove:
     """The move of one tensor. Raises LayoutError for what cannot be moved so."""
     shape, dtype, mesh = source.shape, destination.dtype, destination.mesh
-    device_types = device_types_of(source.device_type, mesh.device_type, op)
-    check_reducible(source.layout, source.dtype, op)
+    device_types = device_types_of(source.device_type, mesh.device_type)
+    check_reducible(source.layout, source.dtype)
     sent = source.layout if source.reduced_on_the_way else reduced_layout(source.layout)
     if dtype.is_floating_point < source.dtype.is_floating_point and source.needs_grad:
-        raise LayoutError(f"{op}: a value with gradient cannot become {dtype}; detach it first")
+        raise LayoutError(f"a value with gradient cannot become {dtype}; detach it first")
     src = everywhere(sent, destination.slices[0])
     dst = destination.wanted
     problem = Problem(shape, wire_dtype(source, dtype), src, dst)
     local_shape = dst.local_shapes(shape).get(rank)
     is_holder = src.local_shapes(shape).get(rank) is not None
     if "cuda" in (device_types[0] if is_holder else "", device_types[1] if local_shape is not None else ""):
-        require_gpu(op, copies_only=device_types != ("cuda", "cuda"))
+        require_gpu(copies_only=device_types != ("cuda", "cuda"))
     reduction = None
     if sent is not source.layout and is_holder and source.mesh is not None:
         reduction = reduction_inside(source.mesh, source.layout, shape, source.dtype)
@@ -313,7 +310,7 @@ def compile_move(rank: int, source: Source, destination: Destination, op: str) -
         ends_of(source.dtype, problem.dtype, dtype, device_types),
         is_holder,
         reduction,
-        _gradient(rank, source, destination, op) if source.needs_grad else None,
+        _gradient(rank, source, destination) if source.needs_grad else None,
         device_types,
         _devices(device_types),
     )
@@ -337,7 +334,7 @@ def wire_dtype(source: Source, dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _gradient(rank: int, source: Source, destination: Destination, op: str) -> Gradient:
+def _gradient(rank: int, source: Source, destination: Destination) -> Gradient:
     """The reverse move: destination mesh to source mesh, from a gradient of the result's type. A Partial
     source is a sum over its mesh dimension, so the gradient of each summand is the whole gradient, Replicate;
     of an average of n, one nth of it."""
@@ -347,14 +344,13 @@ def _gradient(rank: int, source: Source, destination: Destination, op: str) -> G
         if isinstance(placement, Partial):
             if placement.reduce_op not in ("sum", "avg"):
                 raise LayoutError(
-                    f"{op}: no gradient through {placement}; only Partial('sum') and Partial('avg') have one"
+                    f"no gradient through {placement}; only Partial('sum') and Partial('avg') have one"
                 )
             scale /= size if placement.reduce_op == "avg" else 1
     outgoing, incoming = destination.gradient, reduced_layout(src)
     if outgoing.has_partial:
         raise LayoutError(
-            f"{op}: grad_placements {tuple(outgoing.placements)} hold Partial; ask for Replicate or Shard "
-            "instead"
+            f"grad_placements {tuple(outgoing.placements)} hold Partial; ask for Replicate or Shard instead"
         )
     shape, dtype, (at_source, at_destination) = source.shape, destination.dtype, destination.slices
     wire = min(dtype, source.dtype, key=lambda t: t.itemsize)
@@ -440,18 +436,16 @@ def compile_call(
     needs_grad: tensors that require a gradient get one. spec_inside: see source_of(). kept: other calls of
     this kind share the transfer and what was agreed on. lost: ranks of source meshes that hold nothing any
     more."""
-    sources = [source_of(x, parent.rank, needs_grad, op, spec_inside=spec_inside) for x in xs]
-    destinations = [
-        destination_of(goal, source, op, lost) for goal, source in zip(goals, sources, strict=True)
-    ]
+    sources = [source_of(x, parent.rank, needs_grad, spec_inside=spec_inside) for x in xs]
+    destinations = [destination_of(goal, source, lost) for goal, source in zip(goals, sources, strict=True)]
     if lost:
-        sources = living(sources, destinations, lost, parent.rank, op)
-    moves = [compile_move(parent.rank, *sides, op) for sides in zip(sources, destinations, strict=True)]
+        sources = living(sources, destinations, lost)
+    moves = [compile_move(parent.rank, *sides) for sides in zip(sources, destinations, strict=True)]
     if len({move.device_types for move in moves}) > 1:
-        raise LayoutError(f"{op}: some tensors are on cpu and some on cuda; move them in separate calls")
+        raise LayoutError("some tensors are on cpu and some on cuda; move them in separate calls")
     problems = [move.problem for move in moves]
     if not any(move.takes_part for move in moves):
-        parent.private(ranks_of(problems), op)  # the ranks must exist here as well
+        parent.private(ranks_of(problems))  # the ranks must exist here as well
         return Compiled(moves, None)
     backward = [move.gradient.problem for move in moves if move.gradient is not None]
     transfer = (kept_transfer if kept else new_transfer)(

@@ -81,12 +81,12 @@ class Digested:
         lost: Sequence[int],
         options: PlanOptions,
     ) -> Given:
-        op, where, dtypes = self._op, {}, {}
+        where, dtypes = {}, {}
         if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
             raise LayoutError("with digest=True no gradient is recorded; call it under torch.no_grad()")
         for name, x, goal in zip(self._names, xs, goals, strict=True):
-            source = source_of(x, self._parent.rank, False, op)
-            destination = destination_of(goal, source, op, lost)
+            source = source_of(x, self._parent.rank, False)
+            destination = destination_of(goal, source, lost)
             where[name] = (destination.mesh, tuple(destination.layout.placements))
             dtype = destination.dtype
             if dtype != source.dtype:
@@ -96,7 +96,7 @@ class Digested:
                         f"{dtype}"
                     )
                 dtypes[name] = dtype
-            move = compile_move(self._parent.rank, source, destination, op)  # checks both as well
+            move = compile_move(self._parent.rank, source, destination)  # checks both as well
             if not self._inside:
                 self._shells.append(move.allocate())
         here = isinstance(out, DTensor) and self._parent.rank in out.device_mesh.mesh

@@ -70,38 +70,35 @@ def near(sources: Mapping[str, torch.Tensor], outs: Iterable[torch.Tensor]) -> s
     return found
 
 
-def check_storage(tensor: torch.Tensor, op: str) -> None:
+def check_storage(tensor: torch.Tensor) -> None:
     """Raises LayoutError for an output that has several elements at one address, as expand() and unfold()
     make them, and for one without strides. Contiguous ones cost a fraction of a microsecond."""
     tensor = settled(tensor)
     if tensor.layout is not torch.strided:
         raise LayoutError(
-            f"{op}: expected a dense output, of layout torch.strided, found one of {tensor.layout}; give a "
+            f"expected a dense output, of layout torch.strided, found one of {tensor.layout}; give a "
             "dense tensor",
-            op=op,
         )
     if tensor.is_contiguous() or tensor.numel() == 0:
         return
     found = repeats(tensor.shape, tensor.stride())
     if found:
         raise LayoutError(
-            f"{op}: the output of {_strides_text(tensor)} holds several elements at one address; give one "
+            f"the output of {_strides_text(tensor)} holds several elements at one address; give one "
             "with memory for each element, for example a clone()",
-            op=op,
         )
     if found is None:
         raise LayoutError(
-            f"{op}: whether elements of the output of {_strides_text(tensor)} share an address takes too "
+            f"whether elements of the output of {_strides_text(tensor)} share an address takes too "
             "long to find out; give a contiguous one",
-            op=op,
         )
 
 
-def check_outs(outs: Mapping[str, torch.Tensor], op: str) -> None:
+def check_outs(outs: Mapping[str, torch.Tensor]) -> None:
     """Raises LayoutError where results would be written over themselves or each other. Interleaved outputs,
     such as the columns of one matrix, are right."""
     for out in outs.values():
-        check_storage(out, op)
+        check_storage(out)
     regions = [(_region(settled(out)), name) for name, out in outs.items() if out.numel()]
     still: list[tuple[Region, str]] = []  # those that have not ended where the next begins
     for region, name in sorted(regions):
@@ -109,15 +106,12 @@ def check_outs(outs: Mapping[str, torch.Tensor], op: str) -> None:
         for other, its in still:
             found = meet(other, region)
             if found:
-                raise LayoutError(
-                    f"{op}: the outputs {its!r} and {name!r} share memory; give each its own", op=op
-                )
+                raise LayoutError(f"the outputs {its!r} and {name!r} share memory; give each its own")
             if found is None:
                 raise LayoutError(
-                    f"{op}: whether the outputs {its!r} ({_strides_text(outs[its])}) and {name!r} "
+                    f"whether the outputs {its!r} ({_strides_text(outs[its])}) and {name!r} "
                     f"({_strides_text(outs[name])}) share memory takes too long to find out; give each its "
                     "own",
-                    op=op,
                 )
         still.append((region, name))
 

@@ -216,29 +216,27 @@ class Gone(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def lost_ranks(lost: Any, op: str, rank: int | None = None) -> tuple[int, ...]:
+def lost_ranks(lost: Any, rank: int | None = None) -> tuple[int, ...]:
     """The argument `lost`, ascending and each rank once. Raises LayoutError for what are no ranks, and for
     the rank that calls."""
-    listed = checks.listed(f"{op}: lost", lost)
-    found = tuple(sorted({checks.integer(f"{op}: lost rank", each, 0, _MAX_RANK) for each in listed}))
+    listed = checks.listed("lost", lost)
+    found = tuple(sorted({checks.integer("lost rank", each, 0, _MAX_RANK) for each in listed}))
     if rank is not None:
-        check_lost(found, rank, op)
+        check_lost(found, rank)
     return found
 
 
-def check_lost(lost: Collection[int], rank: int, op: str) -> None:
+def check_lost(lost: Collection[int], rank: int) -> None:
     """Raises LayoutError on a rank that is called lost."""
     if rank in lost:
         raise LayoutError(
-            f"{op}: rank {rank} is named in lost= and yet makes the call; leave it out of lost=, or the call "
-            "out on it",
-            rank=rank,
-            op=op,
+            f"rank {rank} is named in lost= and yet makes the call; leave it out of lost=, or the call out "
+            "on it"
         )
 
 
 def living(
-    sources: Sequence[Source], destinations: Sequence[Destination], lost: Sequence[int], rank: int, op: str
+    sources: Sequence[Source], destinations: Sequence[Destination], lost: Sequence[int]
 ) -> list[Source]:
     """The sources as ranks hold them that are not lost. Raises LayoutError where a lost rank is in no source
     or in a destination, where a gradient is asked for, and where a box lives nowhere any more."""
@@ -250,42 +248,36 @@ def living(
     never = [rank for rank in lost if rank not in in_sources]
     if never:
         raise LayoutError(
-            f"{op}: lost= names {ranks_text(never)}, not in {_layouts_text(layouts)}; "
-            "name ranks that held a part of the source",
-            rank=rank,
-            op=op,
+            f"lost= names {ranks_text(never)}, not in {_layouts_text(layouts)}; name ranks that held a part "
+            "of the source"
         )
     names = {number: number for number in lost}
     found, missing = [], []
     for index, (source, layout, destination) in enumerate(zip(sources, layouts, destinations, strict=True)):
         name = "x" if len(sources) == 1 else f"xs[{index}]"
         wanted = destination.wanted
-        check_not_wanted(name, wanted, names, rank, op)
+        check_not_wanted(name, wanted, names)
         if source.needs_grad:
             raise LayoutError(
-                f"{op}: {name} requires a gradient, which could not travel back to ranks that are lost; call "
-                "it under torch.no_grad()",
-                rank=rank,
-                op=op,
+                f"{name} requires a gradient, which could not travel back to ranks that are lost; call it "
+                "under torch.no_grad()"
             )
-        left = survivors(layout, source.shape, lost, f"{op}: {name}")
+        left = survivors(layout, source.shape, lost, name)
         if left is not layout:
             missing += gone(name, source.shape, layout, names, wanted)
             source = replace(source, layout=left or _nothing(wanted, len(source.shape)))
         found.append(source)
-    raise_gone(missing, op, rank)
+    raise_gone(missing)
     return found
 
 
-def check_not_wanted(name: str, wanted: Layout, lost: Mapping[int, int], rank: int | None, op: str) -> None:
+def check_not_wanted(name: str, wanted: Layout, lost: Mapping[int, int]) -> None:
     """Raises LayoutError where a lost rank is to receive. lost: as for gone()."""
     both = [lost[number] for number in wanted.ranks if number in lost]
     if both:
         raise LayoutError(
-            f"{op}: {ranks_text(both)} is lost, and yet in the destination of {name!r}, {wanted}; choose a "
-            "mesh of ranks that live",
-            rank=rank,
-            op=op,
+            f"{ranks_text(both)} is lost, and yet in the destination of {name!r}, {wanted}; choose a mesh of "
+            "ranks that live"
         )
 
 
@@ -339,7 +331,7 @@ def gone(
     return met
 
 
-def raise_gone(found: Sequence[Gone], op: str, rank: int | None) -> None:
+def raise_gone(found: Sequence[Gone]) -> None:
     """Raises LayoutError that lists what lives on no rank."""
     if not found:
         return
@@ -348,10 +340,8 @@ def raise_gone(found: Sequence[Gone], op: str, rank: int | None) -> None:
     )
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     raise LayoutError(
-        f"{op}: {len(found)} {'boxes live' if len(found) > 1 else 'box lives'} on no rank any more: "
-        f"{text}{more}. Load these from a checkpoint; the field `gone` of this error lists all of them",
-        rank=rank,
-        op=op,
+        f"{len(found)} {'boxes live' if len(found) > 1 else 'box lives'} on no rank any more: {text}{more}. "
+        "Load these from a checkpoint; the field `gone` of this error lists all of them",
         gone=tuple((each.name, each.box, each.ranks) for each in found),
     )
 

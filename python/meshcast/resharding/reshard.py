@@ -257,7 +257,7 @@ def reshard_many(
         sources = xs if isinstance(xs, list | tuple) and xs else [None]
         dead: tuple[int, ...] = ()
         with suppress(LayoutError):
-            dead = lost_ranks(lost, op)
+            dead = lost_ranks(lost)
         places = [place for x in sources for place in places_called(x, mesh, dead)]
         raise_refused(error, op, places, group, timeout, lost=dead)
     return run_call(
@@ -381,7 +381,7 @@ def run_call(
         if compiled is None:
             parent = parent_group(group, op)
             timeout = seconds(timeout, parent.timeout)
-            dead = lost_ranks(lost, op, parent.rank) if dead is None else dead
+            dead = lost_ranks(lost, parent.rank) if dead is None else dead
             if digest:
                 from .digested import Digested  # with all of state dicts, which few calls need
 
@@ -457,7 +457,7 @@ def _check(out: Any, x: Any) -> ReshardGoal:
             )
     if isinstance(out, TensorSpec):
         return ReshardGoal(out.mesh, out.placements, out.dtype)
-    check_storage(out._local_tensor, "reshard_")
+    check_storage(out._local_tensor)
     return ReshardGoal(out.device_mesh, out.placements, out.dtype)
 
 
@@ -552,8 +552,8 @@ def reshard_local(
         limit = seconds(timeout, parent.timeout)
         for name, layout in (("src_layout", src_layout), ("dst_layout", dst_layout)):
             if not isinstance(layout, Layout):
-                raise LayoutError(f"{_OP}: {name} must be a meshcast.Layout, found {type(layout).__name__}")
-        private = parent.private(sorted({*src_layout.ranks, *dst_layout.ranks}), _OP)
+                raise LayoutError(f"{name} must be a meshcast.Layout, found {type(layout).__name__}")
+        private = parent.private(sorted({*src_layout.ranks, *dst_layout.ranks}))
         if parent.rank not in private.ranks:
             return Handle(None, None, lambda: 0.0) if async_op else None
         transfer = _transfer(
@@ -564,7 +564,7 @@ def reshard_local(
             where = "cuda" if transfer._device_types[1] == "cuda" else None
             dst = None if local_shape is None else torch.empty(local_shape, dtype=dtype, device=where)
         else:
-            check_storage(dst, _OP)
+            check_storage(dst)
         src = copied(src) if copy and async_op else src
         given = src
         watched = [] if src is None else [src]
@@ -592,12 +592,12 @@ def _transfer(
     options: PlanOptions,
 ) -> PersistentTransfer:
     if dst_layout.has_partial:
-        raise LayoutError(f"{_OP}: dst_layout {dst_layout} holds Partial; ask for Replicate or Shard instead")
-    check_reducible(src_layout, dtype, _OP)
+        raise LayoutError(f"dst_layout {dst_layout} holds Partial; ask for Replicate or Shard instead")
+    check_reducible(src_layout, dtype)
     device_types = _device_types(device)
     holds = (parent.rank in src_layout.ranks, parent.rank in dst_layout.ranks)
     if ("cuda", True) in zip(device_types, holds, strict=True):
-        require_gpu(_OP, copies_only=device_types != ("cuda", "cuda"))
+        require_gpu(copies_only=device_types != ("cuda", "cuda"))
     problem = Problem(tuple(shape), dtype, src_layout, dst_layout)
     return kept_transfer(parent, [problem], _OP, options, device_types=device_types)
 
@@ -606,8 +606,8 @@ def _device_types(device: Any) -> DeviceTypes:
     given = (device, device) if isinstance(device, str) else device
     if not isinstance(given, tuple) or len(given) != 2:
         raise LayoutError(
-            f'{_OP}: device must be "cpu", "cuda" or a pair of them, for the source and the destination, '
+            f'device must be "cpu", "cuda" or a pair of them, for the source and the destination, '
             f"found {checks.shown(device)}"
         )
     source, destination = given
-    return device_types_of(source, destination, _OP)
+    return device_types_of(source, destination)

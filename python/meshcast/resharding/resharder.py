@@ -136,7 +136,7 @@ class Resharder:
             self._src = _spec_of("x", x)
             shape = tuple(self._src.shape)
             if expected is not None and expected != shape:
-                raise LayoutError(f"{_OP}: src_spec has shape {shape}, but dst_spec {expected}")
+                raise LayoutError(f"src_spec has shape {shape}, but dst_spec {expected}")
             goal = ReshardGoal(mesh, placements, dtype)
             options = PlanOptions(strategy, topology)
             self._compiled = compile_call(
@@ -212,25 +212,25 @@ class Resharder:
 
     def _check_source(self, x: Any) -> None:
         if not isinstance(x, DTensor):
-            raise LayoutError(f"{_OP}: x must be a DTensor, found {type(x).__name__}")
+            raise LayoutError(f"x must be a DTensor, found {type(x).__name__}")
         _expect("x", x, self._src)
         self._known_spec = x._spec
 
     def _check_out(self, out: Any) -> None:
         if not isinstance(out, DTensor):
-            raise LayoutError(f"{_OP}: out must be a DTensor, found {type(out).__name__}")
+            raise LayoutError(f"out must be a DTensor, found {type(out).__name__}")
         _expect("out", out, self._dst)
-        check_storage(out._local_tensor, _OP)
+        check_storage(out._local_tensor)
 
     def _check_gradient(self, x: DTensor | None, out: DTensor | None) -> None:
         if self._compiled.differentiable and (out is not None or self._kept is not None):
             raise LayoutError(
-                f"{_OP}: a result that is overwritten carries no gradient; call it under torch.no_grad(), or "
+                "a result that is overwritten carries no gradient; call it under torch.no_grad(), or "
                 "without out= and reuse_output"
             )
         if x is not None and x.requires_grad and not self._src.requires_grad:
             raise LayoutError(
-                f"{_OP}: the source requires a gradient, but what the Resharder was made with has "
+                "the source requires a gradient, but what the Resharder was made with has "
                 "requires_grad=False: make it with a source that requires one, detach the source, or call it "
                 "under torch.no_grad()"
             )
@@ -241,9 +241,7 @@ def _spec_of(name: str, given: Any) -> TensorSpec:
         return given
     if isinstance(given, DTensor):
         return TensorSpec(given.shape, given.dtype, given.device_mesh, given.placements, given.requires_grad)
-    raise LayoutError(
-        f"{_OP}: {name} must be a meshcast.TensorSpec or a DTensor, found {type(given).__name__}"
-    )
+    raise LayoutError(f"{name} must be a meshcast.TensorSpec or a DTensor, found {type(given).__name__}")
 
 
 def _expect(name: str, tensor: DTensor, spec: TensorSpec) -> None:
@@ -255,4 +253,4 @@ def _expect(name: str, tensor: DTensor, spec: TensorSpec) -> None:
     )
     wanted = (tuple(spec.shape), spec.dtype, spec.mesh, positive_placements(spec.placements, len(spec.shape)))
     if found != wanted:
-        raise LayoutError(f"{_OP}: {name} does not fit its spec: expected {wanted}, found {found}", op=_OP)
+        raise LayoutError(f"{name} does not fit its spec: expected {wanted}, found {found}")

@@ -26,7 +26,6 @@ from .compiled import source_of
 from .memory import check_outs, near, storage_of
 from .meshes import Family, check_lost, family_of, positive_placements, ranks_then, renumbered
 from .state_entries import (
-    OP,
     Held,
     LoadedBoxes,
     Output,
@@ -126,7 +125,7 @@ def checked_call(rank: int, given: Given) -> StateCall:
     maps = _maps(given.maps)
     selected, listed = (lambda _: True, ()) if given.only is None else _chosen("only", given.only)
     terms = _terms(given)
-    check_lost([number for number, _ in given.lost], rank, OP)
+    check_lost([number for number, _ in given.lost], rank)
     dtype_of, floats = _dtypes(given.dtype), callable(given.dtype)
     wanted: dict[str, Wanted] = {}
     meshes: dict[str, tuple[DeviceMesh, tuple[Any, ...]]] = {}
@@ -163,7 +162,7 @@ def checked_call(rank: int, given: Given) -> StateCall:
     for name, out in outputs.items():
         _check_out(rank, name, out, wanted, meshes)
     out_ties = same_memory(outputs.items())
-    check_outs({name: local_of(out) for name, out in outputs.items() if name not in out_ties}, OP)
+    check_outs({name: local_of(out) for name, out in outputs.items() if name not in out_ties})
     own, _ = _chosen("own", given.own)
     loaded = _loaded(given.loaded)
     by_name = given.dtype if isinstance(given.dtype, Mapping) and given.only is None else ()
@@ -387,12 +386,12 @@ class _Reading:
             key = (spec.mesh, spec.placements, getattr(spec, "shard_order", None), len(meta.shape))
             found = self._known.get(key)
             if found is None:
-                source = source_of(value, self._rank, False, OP, ranks_of=self._ranks_of)
+                source = source_of(value, self._rank, False, ranks_of=self._ranks_of)
                 found = self._known[key] = self._called(name, source.layout, family_of(spec.mesh))
             return Held(tuple(meta.shape), meta.dtype, found[0], spec.mesh.device_type, found[1])
         if isinstance(value, TensorSpec):
             renumbers = self._numbers is not None
-            source = source_of(value, self._rank, False, OP, spec_inside=renumbers, ranks_of=self._ranks_of)
+            source = source_of(value, self._rank, False, spec_inside=renumbers, ranks_of=self._ranks_of)
             layout, family = self._called(name, source.layout, family_of(value.mesh))
             if self._rank in layout.ranks:
                 raise LayoutError(f"rank {self._rank} holds {name!r} and must pass its DTensor, not a spec")

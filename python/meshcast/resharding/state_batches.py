@@ -58,7 +58,7 @@ class Batch:
         problems = [move.problem for move in moves]
         for side, device in enumerate(self._device_types):
             if device == "cuda" and any(takes_part[side] for takes_part in self._sides):
-                require_gpu(OP, copies_only=self._device_types != ("cuda", "cuda"))
+                require_gpu(copies_only=self._device_types != ("cuda", "cuda"))
         for move, (sends, _) in zip(moves, self._sides, strict=True):
             if sends and move.reduces:
                 x: Any = tensors[move.source]  # Partial: a DTensor
@@ -73,7 +73,7 @@ class Batch:
                 parent, problems, OP, options, device_types=self._device_types, casts=casts
             )
         else:
-            parent.private(ranks_of(problems), OP)  # the ranks must exist here as well
+            parent.private(ranks_of(problems))  # the ranks must exist here as well
 
     @property
     def nbytes(self) -> int:

@@ -182,8 +182,8 @@ def reshard_state_dict(
     """
     try:
         parent = parent_group(group, OP)
-        dead = lost_ranks(lost, OP)
-        check_lost(dead, parent.rank, OP)
+        dead = lost_ranks(lost)
+        check_lost(dead, parent.rank)
     except Exception as error:
         raise_refused(error, OP, (), group, timeout)
     limit, wrong = parent.timeout, None

@@ -32,7 +32,6 @@ from .meshes import (
     survivors,
 )
 from .state_entries import (
-    OP,
     Agreed,
     Held,
     Move,
@@ -225,7 +224,7 @@ class Sides:
                     f"{wanted_text(other)} on rank {rank}"
                 )
         assert layout is not None
-        check_not_wanted(name, layout, self.lost, None, OP)
+        check_not_wanted(name, layout, self.lost)
         for rank in layout.ranks:
             if rank not in self.sides:
                 raise self._outside(f"the destination of {name!r}", rank)
@@ -436,7 +435,7 @@ def agree(given: Mapping[int, StateSide]) -> Agreed:
             used.add(name)
     missing: dict[Gone, None] = {}
     targets = {name: _target(name, each, made.get(name), sides, missing) for name, each in wanted.items()}
-    raise_gone(list(missing), OP, None)
+    raise_gone(list(missing))
     sides.check_extra(used)
     _tie(targets, sides, makers)
     _check_scales(targets, sides)
@@ -470,7 +469,7 @@ def _target(
         if dst is None or not _lives(source, each, dst, sides, missing):
             continue
         check_holds(source, each.shape, each.where, dst)
-        types = device_types_of(each.device_type, wanted.device_type, OP)
+        types = device_types_of(each.device_type, wanted.device_type)
         _check_gpus(name, each.where, layout, types, sides)
         target.moves.append(
             _move(source, target, each, dst, ("cpu", "cpu") if through_host else types, through_host, sides)
@@ -490,7 +489,7 @@ def _move(
     # A digest of values that are reduced on the way could not be taken at their source.
     digest = sides.first.options.digest
     source = Source(held.shape, held.dtype, held.where, None, reduce_first=digest)
-    check_reducible(held.where, held.dtype, OP)
+    check_reducible(held.where, held.dtype)
     reduces = held.where.has_partial and not source.reduced_on_the_way
     src = reduced_layout(held.where) if reduces else held.where
     wire = wire_dtype(source, target.dtype)

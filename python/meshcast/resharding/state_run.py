@@ -86,7 +86,7 @@ class Rows:
         """lost: ranks that make no call any more."""
         self._parent = parent
         self.ranks = sorted(parent.ranks.difference(lost))
-        self._group: PrivateGroup = parent.private(self.ranks, OP)
+        self._group: PrivateGroup = parent.private(self.ranks)
         self._rows = Layout(self.ranks, [Shard(0)])
         self._all = Layout(self.ranks, [Replicate()])
         self._posted: list[str] = []

@@ -109,7 +109,7 @@ class PersistentTransfer:
         if all(shape is None for shape in (*self._source, *self._destination)):
             raise LayoutError(f"{op}: rank {parent.rank} is in neither mesh", rank=parent.rank, op=op)
         self._parent = parent
-        self._group = parent.private(ranks_of(problems), op)
+        self._group = parent.private(ranks_of(problems))
         self._plan: Plan | None = None
         self._what = self._moves_text()
         # Through C++ a cycle would never be freed.
@@ -269,8 +269,6 @@ class PersistentTransfer:
             shards,
             expected,
             self._source_dtypes if side == "source" else self._destination_dtypes,
-            op=self._op,
-            rank=self._group.rank,
             side=side,
             on_cpu=self._device_types[side == "destination"] == "cpu",
         )
@@ -321,7 +319,7 @@ def kept_transfer(
 ) -> PersistentTransfer:
     """The transfer of an ordinary call: one kept from before, or a new one. It agrees within a launch, unless
     the ranks have agreed on one of its kind, so that every call takes one ordinal in either case."""
-    kept = parent.private(ranks_of(problems), op).transfers
+    kept = parent.private(ranks_of(problems)).transfers
     kind = (op, tuple(problems), None if backward is None else tuple(backward), options, device_types, casts)
     transfer: PersistentTransfer | None = kept.get(kind)
     if transfer is None:
@@ -355,7 +353,7 @@ def new_transfer(
     PersistentTransfer."""
     medium: Medium | None = None
     if device_types != ("cpu", "cpu"):
-        group = parent.private(ranks_of(problems), op)
+        group = parent.private(ranks_of(problems))
         if device_types == ("cuda", "cuda"):
             lane = more.get("lane", 0)
             # Of both directions: in a backward, ranks may come by too late to make one.
