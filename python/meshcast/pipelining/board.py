@@ -144,10 +144,9 @@ class PipelineBoard:
             return within(
                 seconds + _GRACE,
                 call,
-                f"the pipeline, {what}",
+                what,
+                Caller("pipeline", self.rank, "agree"),
                 lambda: self._watches.lost_soon(self.ranks, self.rank),
-                rank=self.rank,
-                op="pipeline",
             )
         except DeadlineExceededError as error:
             self._silent = self._silent or error.peer is None
