@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         PeerLostError,
         PlanMismatchError,
     )
-    from .groups.telling import prepare
+    from .groups.parent import prepare
     from .layout import Layout
     from .planning.plan import (
         LocalCopy,
@@ -64,8 +64,7 @@ if TYPE_CHECKING:
     from .resharding.state_dict import StateResharder, reshard_state_dict
     from .resharding.state_run import ReshardedState
     from .resharding.tensor_map import TensorMap
-    from .resharding.weight_side import WeightProgress, WeightStats
-    from .resharding.weight_sync import WeightSync
+    from .resharding.weight_sync import WeightProgress, WeightStats, WeightSync
     from .spec import TensorSpec
     from .topology import Host, Nic, Topology
     from .transfers.handle import Handle, TransferStats
@@ -146,8 +145,8 @@ _HOME = {
     "Topology": "topology",
     "Transfer": "planning.plan",
     "TransferStats": "transfers.handle",
-    "WeightProgress": "resharding.weight_side",
-    "WeightStats": "resharding.weight_side",
+    "WeightProgress": "resharding.weight_sync",
+    "WeightStats": "resharding.weight_sync",
     "WeightSync": "resharding.weight_sync",
     "backward": "resharding.autograd",
     "counters": "base.observe",
@@ -159,7 +158,7 @@ _HOME = {
     "plan_cache_clear": "planning.plan",
     "plan_cache_info": "planning.plan",
     "plan_many": "planning.plan",
-    "prepare": "groups.telling",
+    "prepare": "groups.parent",
     "reshard": "resharding.reshard",
     "reshard_": "resharding.reshard",
     "reshard_local": "resharding.reshard",

@@ -177,7 +177,8 @@ class Caller:
         text = str(error)
         if error.op not in (None, self.op):
             return
-        if not text.startswith((f"{self.op} on rank ", "rank ")):
+        begins = text.startswith("rank ") and error.op is not None  # as errors of the transport do
+        if not begins and not text.startswith(f"{self.op} on rank "):
             error.args = (f"{self}: {text.removeprefix(f'{self.op}: ')}", *error.args[1:])
         error.op = self.op
         error.rank = self.rank if error.rank is None else error.rank

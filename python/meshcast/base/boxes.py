@@ -9,7 +9,17 @@ from typing import Any
 from ..errors import LayoutError
 from . import checks
 
-__all__ = ["Box", "HeldBoxes", "Piece", "box_text", "extents", "held_in_order", "read_boxes", "read_held"]
+__all__ = [
+    "Box",
+    "HeldBoxes",
+    "Piece",
+    "box_text",
+    "common",
+    "extents",
+    "held_in_order",
+    "read_boxes",
+    "read_held",
+]
 
 Box = tuple[tuple[int, int], ...]
 """Half-open n-d interval of the global tensor: (lo, hi) per tensor dimension."""
@@ -32,6 +42,12 @@ def extents(box: Box) -> tuple[int, ...]:
 
 def box_text(box: Box) -> str:
     return "[" + ", ".join(f"{lo}:{hi}" for lo, hi in box) + "]"
+
+
+def common(a: Box, b: Box) -> Box | None:
+    """Returns the elements of both boxes; None where there are none."""
+    both = tuple((max(lo, low), min(hi, high)) for (lo, hi), (low, high) in zip(a, b, strict=True))
+    return both if all(lo < hi for lo, hi in both) else None
 
 
 def read_boxes(given: Any) -> tuple[int, dict[int, tuple[Box, ...]]]:

@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..base import checks
+from ..base.values import is_carried
 from ..errors import LayoutError, MeshcastError
 from ..layout import Layout
 from ..resharding.meshes import lost_ranks, positive_placements, ranks_then
 from ..resharding.state_arguments import Given
 from ..resharding.state_entries import OP as MOVE
-from ..resharding.state_entries import is_carried
-from ..resharding.state_run import Conversation, Prepared, ReshardedState
+from ..resharding.state_run import Conversation, ReshardedState, StateRun
 from ..spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Ranks(NamedTuple):
 def read_ranks(lost: Any, ranks: Any, members: Collection[int], rank: int) -> Ranks:
     """members: of the group; rank: this one. Raises LayoutError for what is no map of ranks, and for a rank
     that is called lost and lives."""
-    dead = lost_ranks(lost, OP)
+    dead = lost_ranks(lost)
     if ranks is None:
         if rank in dead:
             raise LayoutError(f"{OP}: rank {rank} is named in lost= and yet makes the call", rank=rank, op=OP)
@@ -200,9 +200,7 @@ def run(parent: ParentGroup, talk: Conversation, deadline: float, given: Given |
     """One call among all ranks. An error in place of arguments is raised here, and told to the others."""
     wrong = given if isinstance(given, Exception) else None
     arguments = Given(None, None) if isinstance(given, Exception) else given
-    result = ReshardedState()
-    talk.run(Prepared(parent.rank, arguments, None, wrong=wrong), deadline, result)
-    return result
+    return talk.run(StateRun(parent.rank, arguments, wrong=wrong), deadline)
 
 
 def call_by(op: str, error: MeshcastError) -> None:

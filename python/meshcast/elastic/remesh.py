@@ -16,14 +16,13 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from typing_extensions import Unpack
 
 from ..base import checks
+from ..base.values import is_carried
 from ..errors import LayoutError, MeshcastError
-from ..groups.parent import known_parents, parent_group, seconds
-from ..groups.telling import raise_refused
+from ..groups.parent import known_parents, parent_group, raise_refused, seconds
 from ..layout import Box
 from ..resharding.meshes import Gone, raise_gone
 from ..resharding.state_arguments import Given
 from ..resharding.state_dict import StateOptions
-from ..resharding.state_entries import is_carried
 from ..resharding.state_run import Conversation, ReshardedState, conversation
 from ..resharding.tensor_map import TensorMap
 from .places import OP, New, Old, Ranks, call_by, copies_of, destinations, old_layouts, read_ranks, run
@@ -224,7 +223,7 @@ def _given(
     names_given = wrong or Given({str(parent.rank): said}, None, lost=read.lost)
     told = run(parent, talk, deadline, names_given)
     try:
-        step = _step(told, parent.rank)
+        step = _step(told)
         if step is not None and replicas is not None:
             state, layouts = replicas._taken(step, dead)
         known = dict.fromkeys(name for rank in sorted(told, key=int) for name in told[rank]["held"])
@@ -258,7 +257,7 @@ def _check_alone(replicas: Any, held: Any, old: Any, more: Mapping[str, Any], th
         raise LayoutError(f"{OP}: the replicas are of rank {replicas._rank}, but this rank was {then}")
 
 
-def _step(told: Mapping[str, Any], rank: int) -> int | None:
+def _step(told: Mapping[str, Any]) -> int | None:
     """The newest step of which all ranks that have replicas have whole copies; None where no rank has any.
     All ranks were told the same, so that all raise the same."""
     steps = {int(other): said["steps"] for other, said in told.items() if said["steps"] is not None}
@@ -271,7 +270,7 @@ def _step(told: Mapping[str, Any], rank: int) -> int | None:
             "there give the one or the other"
         )
     gone = dict.fromkeys(Gone(*each) for said in told.values() for each in said["gone"])
-    raise_gone(list(gone), OP, rank)
+    raise_gone(list(gone))
     common = set.intersection(*map(set, steps.values()))
     if not common:
         raise LayoutError(

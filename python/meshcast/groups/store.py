@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..base import observe
-from ..errors import DeadlineExceededError, MeshcastError, PeerLostError
+from ..errors import Caller, DeadlineExceededError, MeshcastError, PeerLostError
 
 __all__ = [
     "Shortage",
@@ -50,8 +50,8 @@ _THREADS = (
 _FEW_DESCRIPTORS, _FEW_THREADS = 64, 4  # a process that can have no more than so many is short of them
 
 
-def no_thread(what: str, *, rank: int, op: str, phase: str) -> MeshcastError:
-    return MeshcastError(f"rank {rank}: {what}: {_THREADS}", rank=rank, op=op, phase=phase)
+def no_thread(what: str, caller: Caller) -> MeshcastError:
+    return caller.error(MeshcastError, f"{what}: {_THREADS}")
 
 
 def _descriptors() -> str:
@@ -99,13 +99,13 @@ def shortage(error: Exception) -> str:
     return ""
 
 
-def as_shortage(error: Exception, *, rank: int, op: str, phase: str) -> MeshcastError | None:
+def as_shortage(error: Exception, caller: Caller) -> MeshcastError | None:
     """The error to raise where a failure comes of a shortage in this process; else None."""
     short = shortage(error)
     if not short:
         return None
     seen = "" if str(error) == short else f" ({error})"
-    return MeshcastError(f"rank {rank}: {short}{seen}", rank=rank, op=op, phase=phase)
+    return caller.error(MeshcastError, f"{short}{seen}")
 
 
 _T = TypeVar("_T")
@@ -174,26 +174,20 @@ def first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).partition("\n")[0]
 
 
-def store_failed(
-    error: Exception, what: str, lost: tuple[int, str] | None, *, rank: int, op: str, phase: str
-) -> MeshcastError:
+def store_failed(error: Exception, what: str, lost: tuple[int, str] | None, caller: Caller) -> MeshcastError:
     """For what torch raises of a store. what: was being done. lost: a rank that has gone, and why: the store
     may have been its process's."""
     if lost is not None:
-        return PeerLostError(
-            f"rank {rank} lost rank {lost[0]} in {what}: {lost[1]} (and the rendezvous store: "
-            f"{first_line(error)}). Look at that rank's own output first.",
-            rank=rank,
+        return caller.error(
+            PeerLostError,
+            f"lost rank {lost[0]} in {what}: {lost[1]} (and the rendezvous store: {first_line(error)}). Look "
+            "at that rank's own output first.",
             peer=lost[0],
-            op=op,
-            phase=phase,
         )
-    return MeshcastError(
-        f"rank {rank}: {what}: the rendezvous store does not answer ({first_line(error)}). The process that "
-        "has it is dead or cut off: transfers that the ranks have agreed on go on, new ones need it",
-        rank=rank,
-        op=op,
-        phase=phase,
+    return caller.error(
+        MeshcastError,
+        f"{what}: the rendezvous store does not answer ({first_line(error)}). The process that has it is "
+        "dead or cut off: transfers that the ranks have agreed on go on, new ones need it",
     )
 
 
@@ -201,11 +195,8 @@ def within(
     seconds: float,
     call: Callable[[], _T],
     what: str,
+    caller: Caller,
     lost: Callable[[], tuple[int, str] | None] = lambda: None,
-    *,
-    rank: int,
-    op: str,
-    phase: str = "agree",
 ) -> _T:
     """Runs call(), which uses a store, and returns or raises what it does. It has a thread of its own, since
     it may never return; then DeadlineExceededError. What torch raises of the store becomes an error by
@@ -224,21 +215,18 @@ def within(
     try:
         threading.Thread(target=work, name="meshcast-store", daemon=True).start()
     except RuntimeError as error:
-        raise no_thread(what, rank=rank, op=op, phase=phase) from error
+        raise no_thread(what, caller) from error
     if not done.wait(seconds):
-        raise DeadlineExceededError(
-            f"rank {rank}: {what}: the rendezvous store does not answer, for {seconds:.1f} s by now. Its "
-            "process or its host is frozen, or cut off",
-            rank=rank,
-            op=op,
-            phase=phase,
+        raise caller.error(
+            DeadlineExceededError,
+            f"{what}: the rendezvous store does not answer, for {seconds:.1f} s by now. Its process or its "
+            "host is frozen, or cut off",
             elapsed=seconds,
             limit=seconds,
         )
     if failed:
         cause = failed[0]
         if isinstance(cause, (dist.DistError, OSError)) and not isinstance(cause, MeshcastError):
-            short = as_shortage(cause, rank=rank, op=op, phase=phase)
-            raise short or store_failed(cause, what, lost(), rank=rank, op=op, phase=phase) from cause
+            raise as_shortage(cause, caller) or store_failed(cause, what, lost(), caller) from cause
         raise cause
     return found[0]

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 from torchft.checkpointing.transport import CheckpointTransport
 
 from ..base.observe import log
-from ..errors import DeadlineExceededError
+from ..errors import Caller, DeadlineExceededError
 from ..groups.store import within
 from ..layout import Layout
-from ..resharding.memory import as_dtensor
+from ..resharding.compiled import as_dtensor
 from ..resharding.state_run import behind, own_stream
 from .meeting import Meeting
 
@@ -125,8 +125,7 @@ class MeshcastTransport(CheckpointTransport[T]):
             max(deadline - time.monotonic(), 1e-3),
             lambda: dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout),
             f"connecting with replica {src_rank}",
-            rank=-1,
-            op=_OP,
+            Caller(_OP, phase="agree"),
         )
         meeting = self._joined(store, step, deadline)
         if meeting is None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from meshcast import _C, AbortedError, LayoutError, MeshcastError
 from meshcast.backend import inner_nccl
-from meshcast.backend.inner_nccl import InnerNccl, nccl_obstacle, split
+from meshcast.backend.backend import InnerNccl, nccl_obstacle, split
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensorMode
 
