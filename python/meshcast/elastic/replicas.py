@@ -20,7 +20,8 @@ import torch.distributed as dist
 from ..base import checks
 from ..base.boxes import extents
 from ..base.host import host_identity
-from ..errors import Caller, LayoutError, MeshcastError, PlanMismatchError
+from ..base.wire import pack, unpack
+from ..errors import Caller, LayoutError, PlanMismatchError
 from ..groups.parent import parent_group, seconds
 from ..layout import Box, Layout
 from ..resharding.meshes import Gone
@@ -43,7 +44,7 @@ from ..resharding.state_run import Conversation, Memory, Prepared, ReshardedStat
 from ..resharding.weight_side import Current, State
 from ..transfers.handle import Handle
 from ..transfers.transfer import Call
-from .places import Old, call_by, old_layouts, run
+from .places import Inventory, Old, called_by, old_layouts, run
 
 if TYPE_CHECKING:
     from ..topology import Topology
@@ -213,6 +214,13 @@ _LARGEST = (1 << 62) - 1  # step
 _SETTLE = 5.0  # seconds that a refresh on its way gets when its copies are asked for
 
 
+class _Member(NamedTuple):
+    """The facts that a rank reports when Replicas are made. text: of its state; host: that it runs on."""
+
+    text: str
+    host: str | int
+
+
 class Replicas:
     """Copies of a training state, so that a job whose ranks die goes on without a checkpoint.
 
@@ -277,35 +285,32 @@ class Replicas:
         self._copies = ReplicaCopies()
         self._handle: Handle[ReshardedState] = Handle(None, ReshardedState(), lambda: 0.0)  # of nothing
         self._limit = parent.timeout
-        said: Given | Exception
+        given: Given | Exception
         try:
             self._limit = seconds(timeout, parent.timeout)
-            self.every = checks.integer(f"{_OP}: every", every, 1, _LARGEST)
+            self.every = checks.integer("every", every, 1, _LARGEST)
             if len(parent.ranks) < 2:
-                raise LayoutError(f"{_OP}: the group has one rank; a copy needs another")
+                raise LayoutError("the group has one rank; a copy needs another")
             self._state = Current(f"{_OP}: state", state)
             held = self._state.look()
             layouts = old_layouts(held, old, self._rank)
             call = checked_call(self._rank, Given(held, {}, layouts=layouts, own=own))
             host = host_identity() if topology is None else topology._host_of(self._rank)
-            about = {"every": self.every, "topology": None if topology is None else topology.to_json()}
-            said = Given({f"rank {self._rank}": {"text": call.text(), "host": host}, **about}, None)
+            same = {"every": self.every, "topology": None if topology is None else topology.to_json()}
+            given = Given({f"rank {self._rank}": pack(_Member(call.text(), host)), **same}, None)
         except Exception as error:
-            said = Caller(_OP, self._rank).typed(error)
-        try:
-            told = run(parent, conversation(self._twin), time.monotonic() + self._limit, said)
-            ranks = sorted(parent.ranks)
+            given = Caller(_OP, self._rank).typed(error)
+        with called_by(_OP, self._rank):
+            told = run(parent, conversation(self._twin), time.monotonic() + self._limit, given)
+            members = {rank: unpack(_Member, told[f"rank {rank}"]) for rank in sorted(parent.ranks)}
             known: dict[Any, Any] = {}
-            sides = Said({rank: decode(told[f"rank {rank}"]["text"], known) for rank in ranks}, self._rank)
+            sides = Said({rank: decode(each.text, known) for rank, each in members.items()}, self._rank)
             names = {name for side in sides.sides.values() for name in side.held}
             self._origins = {name: sides.origin(name) for name in sorted(names)}
             self._check_partial()
-        except MeshcastError as error:
-            call_by(_OP, error)
-            raise
         self._own = sides.own
         shared = {name: origin for name, origin in self._origins.items() if name not in sides.own}
-        self._guests = Guests(shared, {rank: told[f"rank {rank}"]["host"] for rank in ranks})
+        self._guests = Guests(shared, {rank: each.host for rank, each in members.items()})
         self._kept = self._guests.destinations()
         tensors = self._tensors(held)
         self._like = _likenesses(tensors)
@@ -324,7 +329,9 @@ class Replicas:
     def step(self, number: int) -> None:
         """Call it after every step of the optimizer, with the number of steps done. Every `every` steps it is
         a `refresh`."""
-        if checks.integer(f"{_OP}.step", number, 0, _LARGEST) % self.every == 0:
+        with Caller(f"{_OP}.step", self._rank):
+            number = checks.integer("number", number, 0, _LARGEST)
+        if number % self.every == 0:
             self.refresh(number)
 
     def refresh(self, number: int) -> None:
@@ -338,7 +345,7 @@ class Replicas:
         copies, and the last whole one stays."""
         self.wait()
         try:
-            number = checks.integer(f"{_OP}.refresh", number, 0, _LARGEST)
+            number = checks.integer("number", number, 0, _LARGEST)
             held = self._state.look()
             tensors = self._tensors(held)
             like = _likenesses(tensors)
@@ -368,11 +375,8 @@ class Replicas:
     def wait(self) -> None:
         """Returns once the last refresh has ended, and the copies of its step are whole on all ranks. Raises
         as the next `refresh` would."""
-        try:
+        with called_by(_OP, self._rank):
             self._handle.wait()
-        except MeshcastError as error:
-            call_by(_OP, error)
-            raise
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -386,18 +390,17 @@ class Replicas:
 
     # What remesh asks.
 
-    def _offer(self, lost: Collection[int], deadline: float) -> dict[str, Any]:
-        """Describes the job without the lost ranks: names of tensors that this rank has, steps of which it
-        has copies, what lives nowhere any more, and lost ranks that held nothing."""
+    def _offer(self, lost: Collection[int], deadline: float) -> Inventory:
+        """Describes the job without the lost ranks."""
         self._settle(deadline)
         more = self._guests.in_place_of(lost)
         held = {rank for origin in self._origins.values() for rank in origin.layout.ranks}
-        return {
-            "held": [n for n in self._origins if n in self._shapes or self._rank in more.get(n, {})],
-            "steps": self._copies.steps,
-            "gone": self._guests.gone(lost),
-            "idle": [rank for rank in lost if rank not in held],
-        }
+        return Inventory(
+            held=[n for n in self._origins if n in self._shapes or self._rank in more.get(n, {})],
+            steps=self._copies.steps,
+            gone=self._guests.gone(lost),
+            idle=[rank for rank in lost if rank not in held],
+        )
 
     def _taken(self, step: int, lost: Collection[int]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state of a step as this rank has it, with what it keeps for ranks that are lost, and `layouts`
@@ -478,15 +481,13 @@ class Replicas:
     def _check_partial(self) -> None:
         for name, origin in self._origins.items():
             if origin.layout.has_partial:
-                raise LayoutError(f"{_OP}: {name!r} under {origin.layout} holds Partial; reduce it first")
+                raise LayoutError(f"{name!r} under {origin.layout} holds Partial; reduce it first")
 
     def _another(self, like: Mapping[str, Any]) -> LayoutError:
         unlike = sorted(name for name in {*like, *self._like} if like.get(name) != self._like.get(name))
         return LayoutError(
-            f"{_OP}: the state has other tensors than at first: {unlike[0]!r} is {like.get(unlike[0])}, was "
-            f"{self._like.get(unlike[0])}; make new Replicas for another state",
-            rank=self._rank,
-            op=_OP,
+            f"the state has other tensors than at first: {unlike[0]!r} is {like.get(unlike[0])}, was "
+            f"{self._like.get(unlike[0])}; make new Replicas for another state"
         )
 
 
