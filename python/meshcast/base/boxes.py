@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import LayoutError
 from . import checks
 
-__all__ = ["Box", "HeldBoxes", "Piece", "box_text", "extents", "held_in_order", "read_boxes", "read_held"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Box",
+    "HeldBoxes",
+    "Piece",
+    "box_text",
+    "box_views",
+    "extents",
+    "held_in_order",
+    "read_boxes",
+    "read_held",
+]
 
 Box = tuple[tuple[int, int], ...]
 """Half-open n-d interval of the global tensor: (lo, hi) per tensor dimension."""
@@ -124,6 +137,18 @@ def held_in_order(boxes: Sequence[Box], ndim: int) -> HeldBoxes:
         pieces.append((box, (at,), (0,) * ndim, steps))
         at += math.prod(sizes)
     return (at,), tuple(pieces)
+
+
+def box_views(local: torch.Tensor, held: HeldBoxes) -> list[torch.Tensor]:
+    """Returns the boxes in the local tensor that holds them."""
+    found = []
+    for box, at, dims, _ in held[1]:
+        sizes = extents(box)
+        if dims:  # boxes one after the other, flat
+            found.append(local[at[0] : at[0] + math.prod(sizes)].view(sizes))
+        else:
+            found.append(local[tuple(slice(lo, lo + size) for lo, size in zip(at, sizes, strict=True))])
+    return found
 
 
 def read_held(where: str, value: Any) -> HeldBoxes:

@@ -16,8 +16,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std
@@ -25,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException, Subpr
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from . import rendezvous as meet
-from .rendezvous import JobGoneError, Worker
+from .rendezvous import Ended, JobGoneError, Order, Worker
 
 __all__ = ["Agent", "Config", "Follower", "Workers"]
 
@@ -97,7 +98,7 @@ class Workers:
         self._processes: dict[Worker, PContext] = {}
         self._living: set[Worker] = set()
 
-    def start(self, worker: Worker) -> None:
+    def _start(self, worker: Worker) -> None:
         config, local_rank = self._config, worker.local_rank
         size, world = str(config.most), str(config.most * config.hosts[1])
         rank = str(self.number * config.most + local_rank)
@@ -141,21 +142,32 @@ class Workers:
     def pid(self, worker: Worker) -> int:
         return int(self._processes[worker].pids()[0])
 
-    def ended(self) -> list[tuple[Worker, ProcessFailure | None]]:
-        """Returns the workers that have ended since the last look, and how: None for a good end."""
+    def ended(self) -> list[Ended]:
+        """Returns the workers that have ended since the last look."""
         ended = []
         for worker in sorted(self._living):
             result = self._processes[worker].wait(0)
             if result is not None:
                 self._living.remove(worker)
-                self.kill(worker)  # what it has started and left behind
-                failure = result.failures.get(0)
+                self._kill(worker)  # what it has started and left behind
+                failure, end = result.failures.get(0), Ended(worker)
                 if failure is not None:
-                    failure.local_rank = worker.local_rank
-                ended.append((worker, failure))
+                    text = str(failure.message)  # a dictionary where torch's record() noted an exception
+                    facts = failure.exitcode, failure.error_file, text, failure.timestamp
+                    end = Ended(worker, failure.pid, *facts)
+                ended.append(end)
         return ended
 
-    def kill(self, worker: Worker, number: signal.Signals = signal.SIGKILL) -> None:
+    def carry_out(self, order: Order) -> None:
+        assert order.worker is not None
+        if order.what == "start":
+            self._start(order.worker)
+        elif order.what == "kill":
+            self._kill(order.worker)
+        else:
+            self.shutdown(signal.Signals(order.signal), [order.worker])
+
+    def _kill(self, worker: Worker, number: signal.Signals = signal.SIGKILL) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid(worker), number)  # a worker leads a session of its own
 
@@ -166,10 +178,10 @@ class Workers:
         while living := sorted(asked & self._living):
             try:
                 for worker in living:  # all at once: closing one waits for it
-                    self.kill(worker, death)
+                    self._kill(worker, death)
                 for worker in living:
                     self._processes[worker].close(death, max(1, int(limit - time.monotonic())))
-                    self.kill(worker)
+                    self._kill(worker)
                     self._living.remove(worker)
             except SignalException:  # asked again: no patience is left
                 death, limit = signal.SIGKILL, time.monotonic()
@@ -197,33 +209,14 @@ class Distant:
         meet.post(self._store, meet.GivenUp(), self.number)
         return True
 
-    def ended(self) -> list[tuple[Worker, ProcessFailure | None]]:
-        ended: list[tuple[Worker, ProcessFailure | None]] = []
-        while (end := meet.found(self._store, meet.Ended, self.number, self._read)) is not None:
+    def ended(self) -> list[Ended]:
+        ended = []
+        while (end := meet.found(self._store, Ended, self.number, self._read)) is not None:
             self._read += 1
-            failure = self._failure(end) if end.exitcode else None
-            ended.append((end.worker, failure))
+            ended.append(replace(end, message=f"host {self.name}: {end.message}"))
         return ended
 
-    def _failure(self, end: meet.Ended) -> ProcessFailure:
-        failure = ProcessFailure(end.worker.local_rank, end.pid, end.exitcode, "")
-        failure.message, failure.timestamp = f"host {self.name}: {end.message}", end.timestamp
-        return failure
-
-    def start(self, worker: Worker) -> None:
-        self._order(meet.Order("start", worker))
-
-    def kill(self, worker: Worker) -> None:
-        self._order(meet.Order("kill", worker))
-
-    def shutdown(self, death: signal.Signals, workers: Iterable[Worker] = ()) -> None:
-        for worker in workers:
-            self._order(meet.Order("end", worker, death))
-
-    def over(self, death: signal.Signals, status: int) -> None:
-        self._order(meet.Order("over", None, death, status))
-
-    def _order(self, order: meet.Order) -> None:
+    def carry_out(self, order: Order) -> None:
         meet.post(self._store, order, self.number, self._ordered)
         self._ordered += 1
 
@@ -249,7 +242,7 @@ class Agent:
     _hosts: dict[int, Workers | Distant] = field(default_factory=dict)  # that live
     _answered: set[int] = field(default_factory=set)  # hosts that are taken or refused
     # The last failure of each worker and those started in its place, by the worker's first name.
-    _failures: dict[Worker, ProcessFailure] = field(default_factory=dict)
+    _failures: dict[Worker, Ended] = field(default_factory=dict)
     _number: int = 0
     _members: dict[int, list[Worker]] = field(default_factory=dict)  # by rendezvous
     _servers: dict[int, dist.TCPStore] = field(default_factory=dict)
@@ -293,7 +286,10 @@ class Agent:
 
     def _start(self, worker: Worker) -> None:
         self._living[worker] = None
-        self._hosts[worker.host].start(worker)
+        self._order("start", worker)
+
+    def _order(self, what: Literal["start", "kill", "end"], worker: Worker) -> None:
+        self._hosts[worker.host].carry_out(Order(what, worker, signal.SIGTERM))
 
     def _continues(self) -> bool:
         """Looks at the workers once. Raises ChildFailedError where too few are left."""
@@ -369,18 +365,17 @@ class Agent:
             if isinstance(host, Distant) and host.is_lost():
                 log.warning("host %d (%s) is gone", host.number, host.name)
                 del self._hosts[host.number]
-                left = {worker for worker, _ in ended}
+                left = {end.worker for end in ended}
                 lost = [each for each in self._living if each.host == host.number and each not in left]
-                ended += [(worker, _lost_with(worker, host)) for worker in lost]
-            for worker, failure in ended:
-                self._living.pop(worker, None)
-                if failure is None:
+                ended += [_lost_with(worker, host) for worker in lost]
+            for end in ended:
+                self._living.pop(end.worker, None)
+                if end.exitcode == 0:
                     self._over = True
                 else:
-                    facts = failure.pid, failure.exitcode
-                    log.warning("worker %s (pid %d) died: exit code %d", worker, *facts)
-                    self._failures[_first(worker)] = failure
-                    died.append(worker)
+                    log.warning("worker %s (pid %d) died: exit code %d", end.worker, end.pid, end.exitcode)
+                    self._failures[_first(end.worker)] = end
+                    died.append(end.worker)
         return died
 
     def _call(self) -> None:
@@ -422,7 +417,7 @@ class Agent:
             if time.monotonic() > self._late:
                 for worker in absent:
                     log.warning("worker %s has not come to rendezvous %d", worker, self._number)
-                    self._hosts[worker.host].kill(worker)
+                    self._order("kill", worker)
             return
         versions = [each.version for each in arrivals.values() if each is not None]
         latest = max((each for each in versions if each is not None), default=None)
@@ -440,7 +435,7 @@ class Agent:
             return
         for worker in [each for each in self._living if each not in members]:
             del self._living[worker]
-            self._hosts[worker.host].shutdown(signal.SIGTERM, [worker])
+            self._order("end", worker)
         self._announce([], [])
 
     def _end_servers(self) -> None:
@@ -448,14 +443,20 @@ class Agent:
         self._servers_end = math.inf
 
     def _fail(self) -> None:
-        failures = self._failures.values()
-        numbered = enumerate(failures) if self._several else ((each.local_rank, each) for each in failures)
-        raise ChildFailedError(self.config.command, dict(numbered))
+        failures = {}
+        for number, end in enumerate(self._failures.values()):
+            local_rank = end.worker.local_rank
+            failure = ProcessFailure(local_rank, end.pid, end.exitcode, end.error_file)
+            failure.timestamp = end.timestamp
+            if end.worker.host:  # whose files are not here
+                failure.message = end.message
+            failures[number if self._several else local_rank] = failure
+        raise ChildFailedError(self.config.command, failures)
 
     def _shutdown(self, death: signal.Signals, status: int) -> None:
         distant = [host for host in self._hosts.values() if isinstance(host, Distant)]
         for host in distant:
-            host.over(death, status)
+            host.carry_out(Order("over", None, death, status))
         self._here.shutdown(death)
         limit = time.monotonic() + self.config.shutdown_timeout + _LAST_WORD
         # The store ends with this process.
@@ -468,10 +469,9 @@ def _first(worker: Worker) -> Worker:
     return worker._replace(restart=0)
 
 
-def _lost_with(worker: Worker, host: Distant) -> ProcessFailure:
-    failure = ProcessFailure(worker.local_rank, 0, -signal.SIGKILL, "")
-    failure.message = f"host {host.number} ({host.name}) is gone, with worker {worker}"
-    return failure
+def _lost_with(worker: Worker, host: Distant) -> Ended:
+    message = f"host {host.number} ({host.name}) is gone, with worker {worker}"
+    return Ended(worker, 0, -signal.SIGKILL, "", message, int(time.time()))
 
 
 class Follower:
@@ -490,19 +490,15 @@ class Follower:
             link = _Link(store, number, self._config)
             try:
                 while True:
-                    for worker, failure in workers.ended():
-                        ended = meet.Ended(worker)
-                        if failure is not None:
-                            log.warning("worker %s (pid %d) died: %s", worker, failure.pid, failure.message)
-                            # What torch's record() notes of an exception is a dictionary.
-                            facts = failure.pid, failure.exitcode, str(failure.message), failure.timestamp
-                            ended = meet.Ended(worker, *facts)
-                        link.ended.append(ended)
+                    for end in workers.ended():
+                        if end.exitcode:
+                            log.warning("worker %s (pid %d) died: %s", end.worker, end.pid, end.message)
+                        link.ended.append(end)
                     while (order := link.next()) is not None:
                         if order.what == "over":
                             death = signal.Signals(order.signal)
                             return order.status
-                        _carry_out(order, workers)
+                        workers.carry_out(order)
                     time.sleep(self._config.interval)
             except SignalException as error:
                 death = error.sigval
@@ -533,31 +529,21 @@ class Follower:
         return store, number
 
 
-def _carry_out(order: meet.Order, workers: Workers) -> None:
-    assert order.worker is not None
-    if order.what == "start":
-        workers.start(order.worker)
-    elif order.what == "kill":
-        workers.kill(order.worker)
-    else:
-        workers.shutdown(signal.Signals(order.signal), [order.worker])
-
-
 class _Link:
     """Talks with the leader in a thread of its own: a store whose host is lost does not answer at all.
     ended: workers to be reported."""
 
     def __init__(self, store: dist.TCPStore, number: int, config: Config) -> None:
-        self.ended: deque[meet.Ended] = deque()
+        self.ended: deque[Ended] = deque()
         self._store, self._number, self._config = store, number, config
-        self._orders: deque[meet.Order] = deque()
+        self._orders: deque[Order] = deque()
         self._heard = time.monotonic()
         self._lost = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshcast-agent", daemon=True)
         self._thread.start()
 
-    def next(self) -> meet.Order | None:
+    def next(self) -> Order | None:
         """Returns the next order. Raises JobGoneError where the leader is gone or has given this host up."""
         if self._orders:
             return self._orders.popleft()
@@ -580,7 +566,7 @@ class _Link:
                 while self.ended:
                     meet.post(store, self.ended.popleft(), host, sent)
                     sent += 1
-                while (order := meet.found(store, meet.Order, host, taken)) is not None:
+                while (order := meet.found(store, Order, host, taken)) is not None:
                     self._orders.append(order)
                     taken += 1
                 if meet.is_there(store, meet.GivenUp, host):

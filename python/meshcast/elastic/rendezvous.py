@@ -38,35 +38,6 @@ import torch.distributed as dist
 from ..base.observe import log
 from ..base.wire import pack, unpack
 
-__all__ = [
-    "AGENT",
-    "Arrival",
-    "Beat",
-    "Broken",
-    "Call",
-    "Done",
-    "Ended",
-    "Finished",
-    "GivenUp",
-    "HOSTS",
-    "Hello",
-    "JOB",
-    "JobGoneError",
-    "Order",
-    "Ready",
-    "Start",
-    "Version",
-    "Watch",
-    "Welcome",
-    "Worker",
-    "connect",
-    "found",
-    "is_there",
-    "post",
-    "serve",
-    "wait_until",
-]
-
 HOST = "127.0.0.1"
 _LIMIT = timedelta(seconds=300)
 # Plain texts in the store, beside the messages.
@@ -177,22 +148,25 @@ class Beat:
 
 @dataclass(frozen=True)
 class Ended:
-    """A worker has ended; exitcode 0 is a good end. Key: host, number of the message."""
+    """A worker has ended; exitcode 0 is a good end. Key: host, number of the message. error_file: of torch's
+    record(), on that host; message: what it says, or that there is none."""
 
     worker: Worker
     pid: int = 0
     exitcode: int = 0
+    error_file: str = ""
     message: str = ""
     timestamp: int = 0
 
 
 @dataclass(frozen=True)
 class Order:
-    """An order to a follower: "start" the worker, "kill" it, "end" it with a signal and patience; "over": end
-    all with that signal, and exit with `status`. Key: host, number of the message."""
+    """An order to the workers of a host: "start" the worker, "kill" it, "end" it with a signal and patience;
+    "over": end all with that signal; a follower then exits with `status`. Key: host, number of the message.
+    """
 
     what: Literal["start", "kill", "end", "over"]
-    worker: Worker | None
+    worker: Worker | None = None
     signal: int = 0
     status: int = 0
 

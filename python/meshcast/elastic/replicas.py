@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..base import checks
-from ..base.boxes import extents
+from ..base.boxes import box_views, extents
 from ..base.host import host_identity
 from ..base.wire import pack, unpack
 from ..errors import Caller, LayoutError, PlanMismatchError
@@ -49,7 +49,7 @@ from .places import Inventory, Old, called_by, old_layouts, run
 if TYPE_CHECKING:
     from ..topology import Topology
 
-__all__ = ["Copy", "Guests", "ReplicaCopies", "Replicas", "box_views"]
+__all__ = ["Copy", "Guests", "ReplicaCopies", "Replicas"]
 
 
 class _Tile(NamedTuple):
@@ -127,20 +127,6 @@ class Guests:
         """Returns the layout of a tensor, with the boxes of keepers."""
         origin = self._origins[name]
         return with_boxes(origin.layout, origin.shape, more, name) if more else origin.layout
-
-
-def box_views(
-    layout: Layout, shape: tuple[int, ...], rank: int, local: torch.Tensor
-) -> dict[Box, torch.Tensor]:
-    """The boxes of a layout by boxes, as they lie in the local tensor of a rank."""
-    found = {}
-    for box, at, axes, _ in layout.pieces(shape)[rank][1]:
-        sizes = extents(box)
-        if axes:  # boxes one after the other, flat
-            found[box] = local[at[0] : at[0] + math.prod(sizes)].view(sizes)
-        else:
-            found[box] = local[tuple(slice(lo, lo + size) for lo, size in zip(at, sizes, strict=True))]
-    return found
 
 
 class Copy:
@@ -368,7 +354,20 @@ class Replicas:
         def refreshed(
             talk: Conversation, deadline: float, result: ReshardedState
         ) -> tuple[Known, list[Call]]:
-            return self._refreshed(talk, deadline, result, prepared, copy, number, values)
+            try:
+                known, made = self._calls.run(talk, prepared, deadline, result, copy.memory)
+                guests = {name: x for name, x in result.items() if isinstance(x, torch.Tensor)}
+                told = {name: x for name, x in result.items() if name not in guests and name != _ALWAYS}
+                self._copies.whole(copy, number, guests, {**told, **values})
+                # The copy before is written again next. By then every rank knows that all have this one: a
+                # rank that does not know has both.
+                talk.rows.gather([number], max(deadline - time.monotonic(), 1e-3))
+            except (LayoutError, PlanMismatchError):  # all ranks have it
+                raise
+            except BaseException as error:
+                talk.parent.abort(f"rank {self._rank} gave up a refresh: {error}")
+                raise
+            return known, made
 
         self._handle = started(self._twin, prepared, self._limit, refreshed)
 
@@ -416,8 +415,10 @@ class Replicas:
             if own is None and not mine:
                 continue
             if mine:
-                views = box_views(self._kept[name], origin.shape, self._rank, copy.guests[name])
-                own = memory_with(own, [views[box] for box in mine])
+                held = self._kept[name].pieces(origin.shape)[self._rank]
+                views = zip(held[1], box_views(copy.guests[name], held), strict=True)
+                kept = {box: view for (box, *_), view in views}
+                own = memory_with(own, [kept[box] for box in mine])
             state[name] = own
             if name not in self._own:
                 layouts[name] = (self._guests.layout(name, boxes), origin.shape)
@@ -431,33 +432,6 @@ class Replicas:
                 time.sleep(0.01)
             if not self._handle.is_completed():
                 self._twin.twin(MOVE).abort(f"rank {self._rank} takes what is whole of its {_OP}")
-
-    # Refreshes.
-
-    def _refreshed(
-        self,
-        talk: Conversation,
-        deadline: float,
-        result: ReshardedState,
-        prepared: Prepared,
-        copy: Copy,
-        number: int,
-        values: Mapping[str, Any],
-    ) -> tuple[Known, list[Call]]:
-        try:
-            known, made = self._calls.run(talk, prepared, deadline, result, copy.memory)
-            guests = {name: x for name, x in result.items() if isinstance(x, torch.Tensor)}
-            told = {name: x for name, x in result.items() if name not in guests and name != _ALWAYS}
-            self._copies.whole(copy, number, guests, {**told, **values})
-            # The copy before is written anew next. By then every rank knows that all have this one: a rank
-            # that does not know has both.
-            talk.rows.gather([number], max(deadline - time.monotonic(), 1e-3))
-        except (LayoutError, PlanMismatchError):  # all ranks have it
-            raise
-        except BaseException as error:
-            talk.parent.abort(f"rank {self._rank} gave up a refresh: {error}")
-            raise
-        return known, made
 
     def _tensors(self, held: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Returns the tensors of which this rank has a part."""

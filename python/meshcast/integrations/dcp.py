@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ..base.boxes import Box, HeldBoxes, held_in_order
+from ..base.boxes import Box, box_views, extents, held_in_order
 from ..errors import MeshcastError
 from ..groups.parent import parent_group, seconds
 from ..layout import Layout
@@ -226,7 +226,7 @@ class MemoryStorage(StorageWriter, StorageReader):
         )
         for name, chunks in asked.items():
             held = held_in_order(boxes[name], len(boxes[name][0]))
-            views = [out[name]] if len(chunks) == 1 else _views(out[name], held)
+            views = [out[name]] if len(chunks) == 1 else box_views(out[name], held)
             for (_, item), target, view in zip(chunks, targets[name], views, strict=True):
                 if target is not view:
                     target.copy_(view)
@@ -257,7 +257,7 @@ def _box(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size([lo for lo, _ in box]), torch.Size([hi - lo for lo, hi in box]))
+    return ChunkStorageMetadata(torch.Size([lo for lo, _ in box]), torch.Size(extents(box)))
 
 
 def _metadata(catalogues: Iterable[_Catalogue]) -> Metadata:
@@ -300,23 +300,11 @@ def _layout(boxes: Mapping[int, Sequence[Box]]) -> Layout:
     return Layout.from_boxes({rank: listed for rank, listed in boxes.items() if listed})
 
 
-def _views(local: torch.Tensor, held: HeldBoxes) -> list[torch.Tensor]:
-    """The boxes in a local tensor that holds them."""
-    found = []
-    for box, at, dims, _ in held[1]:
-        sizes = [hi - lo for lo, hi in box]
-        if dims:  # one after the other
-            found.append(local.narrow(0, at[0], torch.Size(sizes).numel()).view(sizes))
-        else:
-            found.append(local[tuple(slice(a, a + size) for a, size in zip(at, sizes, strict=True))])
-    return found
-
-
 def _joined(parts: Sequence[torch.Tensor], boxes: Sequence[Box]) -> torch.Tensor:
     """A copy of the boxes as a layout by boxes has them."""
     held = held_in_order(boxes, parts[0].ndim)
     local = parts[0].new_empty(held[0])
-    for view, part in zip(_views(local, held), parts, strict=True):
+    for view, part in zip(box_views(local, held), parts, strict=True):
         view.copy_(part)
     return local
 
@@ -335,8 +323,8 @@ def _whole_chunks(items: Iterable[ReadItem]) -> dict[str, list[tuple[Box, ReadIt
         found[key] = here, there, item
     asked: dict[str, list[tuple[Box, ReadItem]]] = {}
     for (name, _), (here, there, item) in found.items():
-        lengths = torch.Size([hi - lo for lo, hi in there])
-        whole = replace(item, dest_offsets=torch.Size([lo for lo, _ in there]), lengths=lengths)
+        offsets = torch.Size([lo for lo, _ in there])
+        whole = replace(item, dest_offsets=offsets, lengths=torch.Size(extents(there)))
         asked.setdefault(name, []).append((here, whole))
     return asked
 

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 from meshcast import Layout
-from meshcast.elastic.replicas import Guests, box_views
+from meshcast.base.boxes import box_views
+from meshcast.elastic.replicas import Guests
 from meshcast.resharding.state_moves import Origin
 from torch.distributed.tensor import Replicate, Shard
 
@@ -111,8 +112,8 @@ def test_boxes_are_found_in_local_tensors(boxes: list) -> None:
     parts = [full[tuple(slice(*side) for side in box)] for box in boxes]
     flat = len(boxes) > 1 and boxes[0][1] != boxes[1][1]
     local = torch.cat([part.reshape(-1) for part in parts]) if flat else torch.cat(parts)
-    views = box_views(layout, (5, 4), 1, local)
-    assert list(views) == boxes
-    for box, part in zip(boxes, parts, strict=True):
-        assert torch.equal(views[box], part)
-        assert views[box].untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    held = layout.pieces((5, 4))[1]
+    assert [box for box, *_ in held[1]] == boxes
+    for view, part in zip(box_views(local, held), parts, strict=True):
+        assert torch.equal(view, part)
+        assert view.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
