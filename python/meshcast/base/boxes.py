@@ -17,9 +17,9 @@ __all__ = [
     "HeldBoxes",
     "Piece",
     "box_text",
-    "box_views",
     "extents",
     "held_in_order",
+    "piece_view",
     "read_boxes",
     "read_held",
 ]
@@ -139,16 +139,16 @@ def held_in_order(boxes: Sequence[Box], ndim: int) -> HeldBoxes:
     return (at,), tuple(pieces)
 
 
-def box_views(local: torch.Tensor, held: HeldBoxes) -> list[torch.Tensor]:
-    """Returns the boxes in the local tensor that holds them."""
-    found = []
-    for box, at, dims, _ in held[1]:
-        sizes = extents(box)
-        if dims:  # boxes one after the other, flat
-            found.append(local[at[0] : at[0] + math.prod(sizes)].view(sizes))
-        else:
-            found.append(local[tuple(slice(lo, lo + size) for lo, size in zip(at, sizes, strict=True))])
-    return found
+def piece_view(local: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Returns the box in the local tensor that holds it."""
+    box, at, axes, steps = piece
+    if not axes and local.ndim == len(box):
+        for dim, ((low, high), begin) in enumerate(zip(box, at, strict=True)):
+            local = local.narrow(dim, begin, high - low)
+        return local
+    strides = [local.stride(axis) * step if step else 0 for axis, step in zip(axes, steps, strict=True)]
+    first = sum(index * stride for index, stride in zip(at, local.stride(), strict=True))
+    return local.as_strided(extents(box), strides, local.storage_offset() + first)
 
 
 def read_held(where: str, value: Any) -> HeldBoxes:

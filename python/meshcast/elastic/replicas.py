@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ..base import checks
-from ..base.boxes import box_views, extents
-from ..base.host import host_identity
+from ..base.boxes import extents, piece_view
+from ..base.settings import host_identity
 from ..base.wire import pack, unpack
 from ..errors import Caller, LayoutError, PlanMismatchError
 from ..groups.parent import parent_group, seconds
@@ -416,8 +416,7 @@ class Replicas:
                 continue
             if mine:
                 held = self._kept[name].pieces(origin.shape)[self._rank]
-                views = zip(held[1], box_views(copy.guests[name], held), strict=True)
-                kept = {box: view for (box, *_), view in views}
+                kept = {piece[0]: piece_view(copy.guests[name], piece) for piece in held[1]}
                 own = memory_with(own, [kept[box] for box in mine])
             state[name] = own
             if name not in self._own:

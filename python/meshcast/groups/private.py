@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from .. import _C
 from ..base import forks, settings
-from ..base.host import host_identity
 from ..base.observe import log
+from ..base.settings import host_identity
 from ..errors import MeshcastError
 from ..topology import Topology
 from .network import Network, agreed_count, first_rails, interfaces

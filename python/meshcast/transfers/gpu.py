@@ -17,8 +17,8 @@ import torch
 
 from .. import _C
 from ..base import settings
-from ..base.host import host_identity
 from ..base.observe import log
+from ..base.settings import host_identity
 from ..errors import AbortedError, LayoutError, MeshcastError
 from ..groups.private import PrivateGroup
 from .medium import Medium, Shards, Started, Statistics, Types, types_text

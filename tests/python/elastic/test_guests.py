@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from meshcast import Layout
-from meshcast.base.boxes import box_views
+from meshcast.base.boxes import piece_view
 from meshcast.elastic.replicas import Guests
 from meshcast.resharding.state_moves import Origin
 from torch.distributed.tensor import Replicate, Shard
@@ -114,6 +114,7 @@ def test_boxes_are_found_in_local_tensors(boxes: list) -> None:
     local = torch.cat([part.reshape(-1) for part in parts]) if flat else torch.cat(parts)
     held = layout.pieces((5, 4))[1]
     assert [box for box, *_ in held[1]] == boxes
-    for view, part in zip(box_views(local, held), parts, strict=True):
+    for piece, part in zip(held[1], parts, strict=True):
+        view = piece_view(local, piece)
         assert torch.equal(view, part)
         assert view.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
