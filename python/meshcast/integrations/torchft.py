@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 from torchft.checkpointing.transport import CheckpointTransport
 
 from ..base.observe import log
-from ..errors import DeadlineExceededError
+from ..base.wire import pack, unpack
+from ..errors import Caller, DeadlineExceededError
 from ..groups.store import within
 from ..layout import Layout
 from ..resharding.memory import as_dtensor
@@ -29,8 +30,16 @@ __all__ = ["MeshcastTransport"]
 T = TypeVar("T")
 
 _OP = "MeshcastTransport"
-_OFFER = f"{_OP} offer"  # in the store of a sender: step, number and size of the meeting for it
+_OFFER = f"{_OP} offer"  # in the store of a sender: an `_Offer`
 _PAUSE = 0.02  # seconds between two looks for a checkpoint
+
+
+class _Offer(NamedTuple):
+    """A checkpoint that receivers may join; without a step there is none. number, size: of the meeting."""
+
+    step: int | None = None
+    number: int = 0
+    size: int = 0
 
 
 class MeshcastTransport(CheckpointTransport[T]):
@@ -57,7 +66,7 @@ class MeshcastTransport(CheckpointTransport[T]):
         self._state_dict = state_dict
         self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         self._address = f"{hostname or socket.gethostname()}:{self._store.port}"
-        self._store.set(_OFFER, "")
+        self._store.set(_OFFER, pack(_Offer()))
         self._sent = 0
         self._meeting: Meeting | None = None
         self._sending: threading.Thread | None = None
@@ -75,6 +84,7 @@ class MeshcastTransport(CheckpointTransport[T]):
         limit = timeout.total_seconds()
         deadline = time.monotonic() + limit
         leaves, tree = tree_flatten_with_path(state_dict)
+        # Leaves and the tree are objects of the user, whatever pickle can send.
         told = pickle.dumps((tree, [_told(leaf) for _, leaf in leaves]))
         tensors = {
             str(index): _local(leaf)
@@ -84,7 +94,7 @@ class MeshcastTransport(CheckpointTransport[T]):
         self._sent += 1
         number, size, stream = self._sent, 1 + len(dst_ranks), own_stream()
         meeting = self._meeting = Meeting(self._store, _name(number), size, 0, limit)
-        self._store.set(_OFFER, f"{step} {number} {size}")
+        self._store.set(_OFFER, pack(_Offer(step, number, size)))
 
         def send() -> None:
             try:
@@ -97,7 +107,7 @@ class MeshcastTransport(CheckpointTransport[T]):
                 log.warning(
                     "%s: the checkpoint of step %d did not reach replicas %s: %s", _OP, step, dst_ranks, error
                 )
-            self._store.set(_OFFER, "")
+            self._store.set(_OFFER, pack(_Offer()))
             self._store.delete_key(_seats(number))
             meeting.close()
 
@@ -130,11 +140,10 @@ class MeshcastTransport(CheckpointTransport[T]):
         )
         meeting = self._joined(store, step, deadline)
         if meeting is None:
-            raise DeadlineExceededError(
-                f"{_OP}: timed out after {time.monotonic() - begin:.1f} s: replica {src_rank} "
-                f"({metadata}) has not offered a checkpoint of step {step}",
-                op=_OP,
-                phase="wait",
+            raise Caller(_OP, phase="wait").error(
+                DeadlineExceededError,
+                f"timed out after {time.monotonic() - begin:.1f} s: replica {src_rank} ({metadata}) has not "
+                f"offered a checkpoint of step {step}",
                 limit=timeout.total_seconds(),
             )
         try:
@@ -163,15 +172,15 @@ class MeshcastTransport(CheckpointTransport[T]):
     def _joined(store: dist.Store, step: int, deadline: float) -> Meeting | None:
         """The meeting for the checkpoint of that step, in which this rank takes a seat; None where there is
         none by the deadline."""
-        seen = ""
+        tried = 0  # number of a meeting whose seats are taken
         while True:
-            said = store.get(_OFFER).decode()
-            if said != seen and said.startswith(f"{step} "):  # else one whose seats are taken
-                seen = said
-                _, number, size = map(int, said.split())
-                seat = store.add(_seats(number), 1)
-                if seat < size:
-                    return Meeting(store, _name(number), size, seat, max(deadline - time.monotonic(), 1e-3))
+            offer = unpack(_Offer, store.get(_OFFER).decode())
+            if offer.step == step and offer.number != tried:
+                tried = offer.number
+                seat = store.add(_seats(tried), 1)
+                if seat < offer.size:
+                    limit = max(deadline - time.monotonic(), 1e-3)
+                    return Meeting(store, _name(tried), offer.size, seat, limit)
             if time.monotonic() >= deadline:
                 return None
             time.sleep(_PAUSE)
