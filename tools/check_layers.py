@@ -51,7 +51,7 @@ USE_C = {"base", "layout", "topology", "planning", "groups", "transfers", "backe
 TOP = {"", "__main__", "_version", "_build_check", "_build_info"}
 # What a face loads only when somebody asks for it.
 LAZY = {
-    "planning.plan": {"planning.text", "planning.draw", "planning.plan_json"},
+    "planning.plan": {"planning.show", "planning.plan_json"},
     "pipelining": {"tuning.choose", "tuning.candidates", "tuning.partition"},
     "pipelining.schedules": {"tuning.choose"},
 }
