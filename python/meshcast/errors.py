@@ -9,7 +9,6 @@ them too. `LayoutError` is a `ValueError` as well, `DeadlineExceededError` a `Ti
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -30,7 +29,6 @@ __all__ = [
 ]
 
 E = TypeVar("E", bound="MeshcastError")
-_OF_RANK = re.compile(r"rank \d+: ")  # how texts from C++ begin
 _Base: type[RuntimeError] = getattr(dist, "DistError", RuntimeError)
 
 
@@ -179,7 +177,8 @@ class Caller:
         text = str(error)
         if error.op not in (None, self.op):
             return
-        if not text.startswith(f"{self.op} on rank ") and not _OF_RANK.match(text):
+        begins = text.startswith("rank ") and error.op is not None  # as errors of the transport do
+        if not begins and not text.startswith(f"{self.op} on rank "):
             error.args = (f"{self}: {text.removeprefix(f'{self.op}: ')}", *error.args[1:])
         error.op = self.op
         error.rank = self.rank if error.rank is None else error.rank

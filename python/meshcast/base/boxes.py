@@ -17,6 +17,7 @@ __all__ = [
     "HeldBoxes",
     "Piece",
     "box_text",
+    "common",
     "extents",
     "held_in_order",
     "piece_view",
@@ -45,6 +46,12 @@ def extents(box: Box) -> tuple[int, ...]:
 
 def box_text(box: Box) -> str:
     return "[" + ", ".join(f"{lo}:{hi}" for lo, hi in box) + "]"
+
+
+def common(a: Box, b: Box) -> Box | None:
+    """Returns the elements of both boxes; None where there are none."""
+    both = tuple((max(lo, low), min(hi, high)) for (lo, hi), (low, high) in zip(a, b, strict=True))
+    return both if all(lo < hi for lo, hi in both) else None
 
 
 def read_boxes(given: Any) -> tuple[int, dict[int, tuple[Box, ...]]]:
@@ -105,7 +112,7 @@ def _check_apart(rank: int, boxes: Sequence[Box]) -> None:
     for box in sorted(boxes, key=lambda box: box[sweep]):
         open_ = [other for other in open_ if other[sweep][1] > box[sweep][0]]
         for other in open_:
-            if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(other, box, strict=True)):
+            if common(other, box) is not None:
                 raise LayoutError(
                     f"from_boxes: the boxes {box_text(other)} and {box_text(box)} of rank {rank} overlap; a "
                     "rank holds every element once"
