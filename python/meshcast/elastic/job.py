@@ -406,8 +406,8 @@ class Job(Generic[T]):
         """Comes to the newest rendezvous, and settles what the ranks were at. None where the job is over."""
         while True:
             newest = self._watch.newest(self._number, 1.0)
-            if self._watch.orphan:
-                raise _CALLER.error(MeshcastError, self._watch.orphan)
+            if self._watch.agent_lost:
+                raise _CALLER.error(MeshcastError, self._watch.agent_lost)
             if newest is None:
                 continue
             self._number, call = newest
@@ -515,7 +515,7 @@ class Job(Generic[T]):
         except Exception as error:
             if self._failed or not _may_be_loss(error):
                 raise
-            if not self._watch.wait_for_loss(self._number, self._grace) or self._watch.orphan:
+            if not self._watch.wait_for_loss(self._number, self._grace) or self._watch.agent_lost:
                 raise
             log.info("%s: %s ended early at step %d: %s", OP, what, self.steps, error)
             self._in_group = False

@@ -243,7 +243,7 @@ class Watch:
         self._changed = threading.Condition(threading.RLock())
         self._newest = 0, Call([], [])  # the last call, and the number of its rendezvous
         self._lost = 0  # members of each rendezvous before this number have lost others
-        self.orphan = ""  # why no agent leads this worker any more
+        self.agent_lost = ""  # why no agent leads this worker any more
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshcast-elastic", daemon=True)
         self._thread.start()
@@ -285,7 +285,7 @@ class Watch:
 
     def _alone(self, why: str) -> None:
         with self._changed:
-            self.orphan = why
+            self.agent_lost = why
             self._changed.notify_all()
         self._abort(why)
         if not self._stop.wait(_LAST):
@@ -296,14 +296,14 @@ class Watch:
         """Returns the last call and its number, if it is later than that rendezvous. Waits for it so many
         seconds, but only while there is an agent."""
         with self._changed:
-            self._changed.wait_for(lambda: self._newest[0] > since or bool(self.orphan), limit)
+            self._changed.wait_for(lambda: self._newest[0] > since or bool(self.agent_lost), limit)
             return self._newest if self._newest[0] > since else None
 
     def lost(self, since: int) -> bool:
         """Returns whether members have died since that rendezvous, the job is over, or no agent leads this
         worker."""
         with self._changed:
-            return bool(self.orphan) or self._lost > since
+            return bool(self.agent_lost) or self._lost > since
 
     def wait_for_loss(self, since: int, limit: float) -> bool:
         """Returns lost(), which may take `limit` seconds to show."""
