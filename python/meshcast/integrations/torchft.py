@@ -85,7 +85,8 @@ class MeshcastTransport(CheckpointTransport[T]):
         deadline = time.monotonic() + limit
         leaves, tree = tree_flatten_with_path(state_dict)
         # Leaves and the tree are objects of the user, whatever pickle can send.
-        told = pickle.dumps((tree, [_told(leaf) for _, leaf in leaves]))
+        said = [_Tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
+        told = pickle.dumps((tree, said))
         tensors = {
             str(index): _local(leaf)
             for index, (_, leaf) in enumerate(leaves)
@@ -163,7 +164,7 @@ class MeshcastTransport(CheckpointTransport[T]):
         finally:
             meeting.close()
         leaves = [
-            leaf.made(arrived[str(index)], own.get(path)) if isinstance(leaf, _Tensor) else leaf.value
+            leaf.made(arrived[str(index)], own.get(path)) if isinstance(leaf, _Tensor) else leaf
             for index, (path, leaf) in enumerate(zip(paths, told, strict=True))
         ]
         return tree_unflatten(leaves, tree)
@@ -186,13 +187,6 @@ class MeshcastTransport(CheckpointTransport[T]):
             time.sleep(_PAUSE)
 
 
-class _Leaf:
-    """A leaf that is no tensor."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-
 class _Tensor:
     """A leaf that is a tensor, without its elements. spec: of a DTensor."""
 
@@ -213,10 +207,6 @@ class _Tensor:
             assert isinstance(own, torch.Tensor)
             return own
         return local if self.spec is None else as_dtensor(local, self.spec)
-
-
-def _told(leaf: object) -> _Leaf | _Tensor:
-    return _Tensor(leaf) if isinstance(leaf, torch.Tensor) else _Leaf(leaf)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

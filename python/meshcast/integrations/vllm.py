@@ -54,20 +54,35 @@ class _UpdateInfo(base.WeightTransferUpdateInfo):
     names: list[list[str]]
 
 
-class MeshcastWorkerEngine(base.WeightTransferEngine[_WorkerInitInfo, _UpdateInfo]):
+class _Joined:
+    """The part that both engines share: the meeting that they have joined."""
+
+    _meeting: Meeting | None = None
+
+    def _join(self, info: MeshcastTrainerInitInfo | _WorkerInitInfo, rank: int) -> None:
+        """Returns once all have joined. The first trainer has the store, which ends with its engine."""
+        store = dist.TCPStore(info.host, info.port, is_master=rank == 0, wait_for_workers=False)
+        size = info.trainers + info.workers
+        self._meeting = Meeting(store, "MeshcastWeights", size, rank, info.timeout)
+
+    def shutdown(self) -> None:
+        if self._meeting is not None:
+            self._meeting.close()
+            self._meeting = None
+
+
+class MeshcastWorkerEngine(_Joined, base.WeightTransferEngine[_WorkerInitInfo, _UpdateInfo]):
     """The engine of a worker: every tensor arrives whole, and the model loads it as from a checkpoint."""
 
     init_info_cls = _WorkerInitInfo
     update_info_cls = _UpdateInfo
-
-    _meeting: Meeting | None = None
 
     def init_transfer_engine(self, init_info: _WorkerInitInfo) -> None:
         self.shutdown()
         parallel = self.parallel_config
         rank = init_info.trainers + parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._info = init_info
-        self._meeting = _meeting(init_info, rank)
+        self._join(init_info, rank)
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -94,13 +109,8 @@ class MeshcastWorkerEngine(base.WeightTransferEngine[_WorkerInitInfo, _UpdateInf
             received = self._meeting.move({}, dict.fromkeys(names, where), deadline=deadline)
             self.model.load_weights([(name, received[name]) for name in names])
 
-    def shutdown(self) -> None:
-        if self._meeting is not None:
-            self._meeting.close()
-            self._meeting = None
 
-
-class MeshcastTrainerEngine(base.TrainerWeightTransferEngine[MeshcastTrainerInitInfo]):
+class MeshcastTrainerEngine(_Joined, base.TrainerWeightTransferEngine[MeshcastTrainerInitInfo]):
     """The engine of a trainer: each trainer sends the shards that it has, and nobody gathers a tensor. Where
     the source yields whole tensors alone, the first owner sends.
 
@@ -108,8 +118,6 @@ class MeshcastTrainerEngine(base.TrainerWeightTransferEngine[MeshcastTrainerInit
     """
 
     init_info_cls = MeshcastTrainerInitInfo
-
-    _meeting: Meeting | None = None
 
     @classmethod
     def trainer_init(
@@ -124,17 +132,15 @@ class MeshcastTrainerEngine(base.TrainerWeightTransferEngine[MeshcastTrainerInit
         engine = cls(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank)
         engine._info = init_info
         if not engine.is_sender:
-            engine._meeting = _meeting(init_info, init_info.rank)
+            engine._join(init_info, init_info.rank)
             return engine
         told = {
             name: value for name, value in asdict(init_info).items() if name not in ("rank", "bucket_bytes")
         }
 
-        def join() -> None:
-            engine._meeting = _meeting(init_info, 0)
-
         run_trainer_rendezvous(
-            init_worker=lambda: client.init_weight_transfer_engine(told), init_trainer=join
+            init_worker=lambda: client.init_weight_transfer_engine(told),
+            init_trainer=lambda: engine._join(init_info, 0),
         )
         return engine
 
@@ -173,17 +179,6 @@ class MeshcastTrainerEngine(base.TrainerWeightTransferEngine[MeshcastTrainerInit
                     layouts[name] = _layout(meta, owners[:1] if whole else owners, whole), meta.shape
             deadline = time.monotonic() + info.timeout
             self._meeting.move(state, None, layouts=layouts, deadline=deadline)
-
-    def shutdown(self) -> None:
-        if self._meeting is not None:
-            self._meeting.close()
-            self._meeting = None
-
-
-def _meeting(info: MeshcastTrainerInitInfo | _WorkerInitInfo, rank: int) -> Meeting:
-    """Joined by all at once. The first trainer has the store, which ends with its engine."""
-    store = dist.TCPStore(info.host, info.port, is_master=rank == 0, wait_for_workers=False)
-    return Meeting(store, "MeshcastWeights", info.trainers + info.workers, rank, info.timeout)
 
 
 def _nbytes(meta: base.ParamMeta) -> int:
