@@ -93,7 +93,7 @@ def reshard_seconds(nbytes: int, rank: int) -> float:
         count = torch.arange(found.numel(), device="cuda", dtype=torch.float32).view_as(found) % 4096
         if not torch.equal(found, count + (rank - len(senders) + 1)):
             sys.exit(f"benchmarks.cuda_ipc: {nbytes} bytes: rank {rank} got wrong bytes")
-    gpu = gpu_of(parent_group(None, "benchmark").private(list(range(world)), "benchmark"))
+    gpu = gpu_of(parent_group(None, "benchmark").private(list(range(world))))
     if gpu is None or gpu.transport != "cuda_ipc":
         sys.exit("benchmarks.cuda_ipc: the ranks are not connected over CUDA IPC: give them one GPU")
     return seconds_of(lambda: resharder.run(x))

@@ -51,6 +51,7 @@ USE_C = {"base", "layout", "topology", "planning", "groups", "transfers", "backe
 TOP = {"", "__main__", "_version", "_build_check", "_build_info"}
 # What a face loads only when somebody asks for it.
 LAZY = {
+    "resharding.reshard": {"resharding.digested"},
     "planning.plan": {"planning.show", "planning.plan_json"},
     "pipelining": {"tuning.choose", "tuning.candidates", "tuning.partition"},
     "pipelining.schedules": {"tuning.choose"},
@@ -152,7 +153,7 @@ def _stays_inside(node: ast.ImportFrom, file: str) -> bool:
 
 
 def ratchet_violations() -> list[str]:
-    graph = python_graph()
+    graph = _without_lazy(python_graph())
     found = []
     files = sum(1 for path in PACKAGE.rglob("*.py") if path.name != "_build_info.py")
     if files > MOST_FILES:

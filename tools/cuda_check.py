@@ -53,7 +53,7 @@ def refusals(rank: int) -> None:
     spec = meshcast.TensorSpec((7, 5), torch.float32, mesh, [Shard(0)])
     host = DeviceMesh("cpu", list(range(WORLD)), _init_backend=False)
     there = meshcast.TensorSpec((7, 5), torch.float32, host, [Shard(0)])
-    group = parent_group(None, "check").private(range(WORLD), "check")
+    group = parent_group(None, "check").private(range(WORLD))
     core = group.core
     assert core is not None
     gpu = _C.GpuGroupCore(core, group.control, list(range(WORLD)), rank, group.name, 0)

@@ -1,7 +1,8 @@
-"""Follows the first call of reshard() between two ranks and prints which files of the package it enters.
+"""Follows the first two calls of reshard() of one kind between two ranks and prints which files they enter.
 
-python tools/first_call.py: one JSON object, {"files": [...], "upward": [[caller, called], ...]}; a call goes
-upward where the file that it enters belongs to a higher layer than the file that it comes from.
+python tools/first_call.py: one JSON object, {"files": [...], "upward": [[caller, called], ...], "later":
+[...]}, the last of the second call; a call goes upward where the file that it enters belongs to a higher
+layer than the file that it comes from.
 """
 
 from __future__ import annotations
@@ -47,13 +48,14 @@ def _rank(rank: int, store: str, answer: Any) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    files: set[str] = set()
+    files, later = set[str](), set[str]()
+    entered = files
     upward: list[tuple[str, str]] = []
 
     def follow(frame: FrameType, event: str, _: Any) -> None:
         module = _module(frame) if event == "call" else None
         if module:
-            files.add(module)
+            entered.add(module)
             caller = _caller(frame)
             if caller and python_rank(python_layer(caller)) < python_rank(python_layer(module)):
                 upward.append((caller, module))
@@ -64,14 +66,17 @@ def _rank(rank: int, store: str, answer: Any) -> None:
     threading.setprofile(follow)
     sys.setprofile(follow)
     y = reshard(x, destination, [Replicate()])
+    entered = later
+    reshard(x, destination, [Replicate()])
     sys.setprofile(None)
     assert rank == 0 or torch.equal(y.to_local(), torch.arange(12.0))
-    answer.put((rank, sorted(files), sorted(set(upward))))
+    answer.put((rank, sorted(files), sorted(set(upward)), sorted(later)))
     dist.destroy_process_group()
 
 
-def first_call() -> tuple[list[str], list[tuple[str, str]]]:
-    """(modules entered, calls into a higher layer) of the source's rank."""
+def first_call() -> tuple[list[str], list[tuple[str, str]], list[str]]:
+    """(modules entered, calls into a higher layer, modules that the second call enters) of the source's
+    rank."""
     context = multiprocessing.get_context("spawn")
     answer = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -82,10 +87,10 @@ def first_call() -> tuple[list[str], list[tuple[str, str]]]:
         answers = {rank: rest for rank, *rest in (answer.get(timeout=120) for _ in ranks)}
         for process in ranks:
             process.join(60)
-    files, upward = answers[0]
-    return files, upward
+    files, upward, later = answers[0]
+    return files, upward, later
 
 
 if __name__ == "__main__":
-    files, upward = first_call()
-    print(json.dumps({"files": files, "upward": upward}))
+    files, upward, later = first_call()
+    print(json.dumps({"files": files, "upward": upward, "later": later}))

@@ -43,7 +43,7 @@ _NAMES = {
         "PeerLostError",
         "PlanMismatchError",
     ),
-    "groups.telling": ("prepare",),
+    "groups.parent": ("prepare",),
     "layout": ("Layout",),
     "planning.plan": (
         "LocalCopy",
@@ -65,8 +65,7 @@ _NAMES = {
     "resharding.state_dict": ("StateResharder", "reshard_state_dict"),
     "resharding.state_run": ("ReshardedState",),
     "resharding.tensor_map": ("TensorMap",),
-    "resharding.weight_side": ("WeightProgress", "WeightStats"),
-    "resharding.weight_sync": ("WeightSync",),
+    "resharding.weight_sync": ("WeightProgress", "WeightStats", "WeightSync"),
     "spec": ("TensorSpec",),
     "topology": ("Host", "Nic", "Topology"),
     "transfers.handle": ("Handle", "TransferStats"),

@@ -13,7 +13,7 @@ from .errors import LayoutError as LayoutError
 from .errors import MeshcastError as MeshcastError
 from .errors import PeerLostError as PeerLostError
 from .errors import PlanMismatchError as PlanMismatchError
-from .groups.telling import prepare as prepare
+from .groups.parent import prepare as prepare
 from .layout import Layout as Layout
 from .planning.plan import LocalCopy as LocalCopy
 from .planning.plan import Plan as Plan
@@ -37,8 +37,8 @@ from .resharding.state_dict import StateResharder as StateResharder
 from .resharding.state_dict import reshard_state_dict as reshard_state_dict
 from .resharding.state_run import ReshardedState as ReshardedState
 from .resharding.tensor_map import TensorMap as TensorMap
-from .resharding.weight_side import WeightProgress as WeightProgress
-from .resharding.weight_side import WeightStats as WeightStats
+from .resharding.weight_sync import WeightProgress as WeightProgress
+from .resharding.weight_sync import WeightStats as WeightStats
 from .resharding.weight_sync import WeightSync as WeightSync
 from .spec import TensorSpec as TensorSpec
 from .topology import Host as Host

@@ -41,7 +41,7 @@ def the_transport_is_cuda_ipc(context) -> None:
     y = meshcast.reshard(given(full, mesh, [Shard(0)], context.rank), mesh, [Replicate()])
     check(y, full, mesh, [Replicate()], context.rank)
     if GPU == "cuda":
-        gpu = gpu_of(parent_group(None, "test").private(everybody, "test"))
+        gpu = gpu_of(parent_group(None, "test").private(everybody))
         assert gpu is not None and gpu.transport == "cuda_ipc"
 
 

@@ -48,7 +48,7 @@ def call(rows: int, seed: int, rank: int) -> None:
 def slots_become(wanted: int) -> bool:
     """Returns whether so many slots are taken before the limit: the thread that ended the last call may still
     hold what was agreed on as `wait` returns."""
-    core = parent_group(None, "test").private([0, 1, 2], "test").core
+    core = parent_group(None, "test").private([0, 1, 2]).core
     limit = time.monotonic() + GROUP_TIMEOUT
     while core.slots_taken != wanted and time.monotonic() < limit:
         time.sleep(0.001)

@@ -58,15 +58,13 @@ def counted():
 def operator_call() -> int:
     """A number for torch.ops.meshcast.reshard: FULL from A by rows to B by columns, with gradient."""
     from meshcast.groups.parent import parent_group
-    from meshcast.resharding.compiled import compile_call, source_of
-    from meshcast.resharding.meshes import Destination
+    from meshcast.resharding.compiled import ReshardGoal, compile_call
 
     a, b = meshes()
     parent = parent_group(None, "test")
     spec = meshcast.TensorSpec((6, 4), torch.float32, a, [Shard(0)], True)
-    source = source_of(spec, parent.rank, True, "reshard", spec_inside=True)
-    destination = Destination(b, (Shard(1),))
-    compiled = compile_call(parent, [source], [destination], "reshard", PlanOptions())
+    goal = ReshardGoal(b, (Shard(1),))
+    compiled = compile_call(parent, [spec], [goal], "reshard", PlanOptions(), spec_inside=True)
     _kept.append(compiled)
     return register_call(compiled, 60.0)
 

@@ -54,7 +54,7 @@ def reshard_still_works(rank: int, seed: int) -> None:
 
 def group_of(name: str) -> PrivateGroup:
     parent = parent_group(None, "test")
-    return (parent.twin(name) if name else parent).private(_WORLD, "test")
+    return (parent.twin(name) if name else parent).private(_WORLD)
 
 
 def cause_of(name: str) -> str:

@@ -8,7 +8,7 @@ import time
 import meshcast
 import torch
 import torch.distributed as dist
-from meshcast.resharding.memory import as_dtensor
+from meshcast.resharding.compiled import as_dtensor
 from multiproc.cases_many import check, fresh, raises
 from multiproc.meshes import quiet_mesh, resharder_between, sharded
 from multiproc.oracle import unique_fill

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from meshcast.errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
 from meshcast.groups.parent import parent_group
-from meshcast.transfers import gpu as gpu_module
+from meshcast.transfers import medium as medium_module
 from multiproc.cases_shared_memory import environment
 from multiproc.fake_gpu import FakeGpu, check, fake_gpu, held, mesh_on
 from multiproc.meshes import resharder_between
@@ -157,7 +157,7 @@ def a_call_given_up_while_the_gpu_is_busy_ends(context) -> None:
         handle = call(context, group, async_op=True)
         if context.rank == 0:
             ranks = sorted({*HERE, *THERE})
-            parent_group(group, "test").private(ranks, "test").abort("the job is over")
+            parent_group(group, "test").private(ranks).abort("the job is over")
         if context.rank == 4:  # it only sends
             with contextlib.suppress(AbortedError):
                 handle.wait()
@@ -192,7 +192,7 @@ def a_rank_without_gpu_is_named(context) -> None:
     reason = "torch sees no GPU here" if context.rank == 3 else ""
     src, dst = mesh_on("cpu", HERE), mesh_on("cuda", THERE)
     x = held(FULL, src, [Shard(0)], context.rank)
-    with fake_gpu(8), mock.patch.object(gpu_module, "gpu_obstacle", return_value=reason):
+    with fake_gpu(8), mock.patch.object(medium_module, "gpu_obstacle", return_value=reason):
         error = error_of(lambda: meshcast.reshard(x, dst, [Shard(1)], group=group))
         assert "one of the meshes is on cuda, but torch sees no GPU here" in str(error)
         assert isinstance(error, LayoutError if reason else PlanMismatchError)
@@ -209,7 +209,7 @@ def a_rank_on_the_host_needs_no_gpu(context) -> None:
     group = dist.new_group()
     reason = "torch sees no GPU here" if context.rank < 2 else ""
     src, dst = mesh_on("cpu", HERE), mesh_on("cuda", THERE)
-    with fake_gpu(10) as gpu, mock.patch.object(gpu_module, "gpu_obstacle", return_value=reason):
+    with fake_gpu(10) as gpu, mock.patch.object(medium_module, "gpu_obstacle", return_value=reason):
         works(context, gpu, group)
         x = held(FULL, src, [Shard(0)], context.rank)
         spec = meshcast.TensorSpec(FULL.shape, FULL.dtype, dst, [Shard(1)])

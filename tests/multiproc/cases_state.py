@@ -94,7 +94,7 @@ def moved(context) -> None:
             )
             check(result, fulls, destinations, context.rank, step)
             assert result.version is None
-            connector = parent_group(None, "test").private(range(context.world), "test")._connector
+            connector = parent_group(None, "test").private(range(context.world))._connector
             if step == 2:
                 assert connector.conversation.writes == 0, "a known kind of call wrote to the store"
             connector.conversation = _Counting(connector.conversation)
@@ -254,8 +254,8 @@ def flipped(context) -> None:
         victim, place = rng.choice(ranks), rng.randrange(1 << 30)
 
         def observe(self, observer, side, tensors, name=name, victim=victim, place=place):
-            for part, tensor in zip(self.parts, tensors, strict=True):
-                if side == "dst" and context.rank == victim and part.move.target == name:
+            for move, tensor in zip(self.moves, tensors, strict=True):
+                if side == "dst" and context.rank == victim and move.target == name:
                     memory = tensor.reshape(-1).view(torch.uint8).numpy()
                     memory[place % memory.size] ^= 1
             return original(self, observer, side, tensors)
@@ -308,7 +308,7 @@ def refused(context) -> None:
     )
     raises(kind, "version", lambda: call(state, version=-1 if context.rank == 0 else 4))
     listed = ["auto"] if context.rank == 0 else "auto"
-    raises(kind, "unhashable", lambda: call(state, strategy=listed))
+    raises(kind, "strategy", lambda: call(state, strategy=listed))
     extra = {"extra": sharded(torch.zeros(3), quiet_mesh([0]), [Shard(0)], 0)} if context.rank == 0 else {}
     raises(meshcast.LayoutError, "'extra'", lambda: call(on_rank_0(extra)))
     check(call(on_rank_0(extra), strict=False), fulls, destinations, context.rank)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from meshcast import Layout
 from meshcast.groups.parent import parent_group
-from meshcast.resharding import state_run
+from meshcast.resharding import state_batches, state_run
 from multiproc.meshes import quiet_mesh, sharded
 from multiproc.oracle import coordinates, cut, unique_fill
 from torch.distributed.tensor import Replicate, Shard
@@ -53,18 +53,18 @@ class Compilations:
 
     def __init__(self) -> None:
         self.count = 0
-        self._original = state_run.compile_batches
+        self._original = state_batches._batches
 
     def __enter__(self):
         def counted(*arguments):
             self.count += 1
             return self._original(*arguments)
 
-        state_run.compile_batches = counted
+        state_batches._batches = counted
         return self
 
     def __exit__(self, *_):
-        state_run.compile_batches = self._original
+        state_batches._batches = self._original
 
 
 def many_kinds(context) -> None:

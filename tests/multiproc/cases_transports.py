@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshcast import Layout, LayoutError, MeshcastError
+from meshcast.base.wire import pack, unpack
 from meshcast.groups import network
 from multiproc.cases_shared_memory import environment
 from multiproc.threads import lasting_threads
@@ -93,7 +94,11 @@ def a_rank_of_another_version(context) -> None:
     """Its messages have another form: nobody sends any."""
     group = dist.new_group(list(range(4)))
     offer = network.Network.offer
-    other = mock.patch.object(network.Network, "offer", lambda self: {**offer(self), "wire": 99})
+
+    def with_form(self: network.Network) -> str:
+        return pack(unpack(network._NetworkOffer, offer(self))._replace(form=99))
+
+    other = mock.patch.object(network.Network, "offer", with_form)
     with (
         environment(MESHCAST_TRANSPORT="ucx"),
         other if context.rank == 2 else contextlib.nullcontext(),

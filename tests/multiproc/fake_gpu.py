@@ -18,7 +18,7 @@ import torch.distributed as dist
 from meshcast import Layout
 from meshcast.resharding import state_run
 from meshcast.resharding.compiled import TensorMove, tensor_spec
-from meshcast.transfers import gpu as gpu_module
+from meshcast.transfers import medium as medium_module
 from meshcast.transfers import pinned as pinned_module
 from meshcast.transfers import transfer as transfer_module
 from multiproc.oracle import coordinates, cut
@@ -174,7 +174,7 @@ def fake_gpu(seed: int) -> Iterator[FakeGpu]:
             result._local_tensor.untyped_storage().fill_(POISON)
         return result
 
-    empty = state_run.empty
+    empty = state_run._empty
 
     def rubbish(shape, dtype, device_type: str) -> torch.Tensor:
         result = empty(shape, dtype, device_type)
@@ -183,9 +183,9 @@ def fake_gpu(seed: int) -> Iterator[FakeGpu]:
         return result
 
     with (
-        mock.patch.object(state_run, "empty", rubbish),
+        mock.patch.object(state_run, "_empty", rubbish),
         mock.patch.object(pinned_module, "COPIES", gpu),
-        mock.patch.object(gpu_module, "gpu_obstacle", return_value=""),
+        mock.patch.object(medium_module, "gpu_obstacle", return_value=""),
         mock.patch.object(transfer_module, "check_shards", check_on_cpu),
         mock.patch.object(TensorMove, "allocate", allocate_rubbish),
     ):

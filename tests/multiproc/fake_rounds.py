@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from meshcast.transfers import gpu as gpu_module
+from meshcast.transfers import medium as medium_module
 from meshcast.transfers import transfer as transfer_module
 from meshcast.transfers.gpu import CudaLanes, attach_gpu, gpu_of
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -138,7 +139,7 @@ def fake_rounds() -> Iterator[FakeRounds]:
         gpu.core._fake = fake
 
     with (
-        mock.patch.object(gpu_module, "gpu_obstacle", return_value=""),
+        mock.patch.object(medium_module, "gpu_obstacle", return_value=""),
         mock.patch.object(transfer_module, "check_shards", check_on_cpu),
         mock.patch.object(gpu_module, "connect_lanes", connect),
         mock.patch.object(gpu_module, "_Mark", _Mark),

@@ -64,6 +64,11 @@ def test_a_caller_names_the_errors_of_its_call() -> None:
     outer = errors.Caller("step", 2)
     with pytest.raises(meshcast.LayoutError, match=r"^reshard on rank 2: no mesh$"), outer, caller, caller:
         raise errors.LayoutError("no mesh")
+    # What begins with a rank has its call only where its field says so.
+    with pytest.raises(meshcast.LayoutError, match=r"^reshard on rank 2: rank 1 has none$"), caller:
+        raise errors.LayoutError("rank 1 has none")
+    with pytest.raises(meshcast.LayoutError, match=r"^rank 2: reshard has none$"), caller:
+        raise errors.LayoutError("rank 2: reshard has none", op="reshard")
     with pytest.raises(ZeroDivisionError), caller:
         raise ZeroDivisionError
 

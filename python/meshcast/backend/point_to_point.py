@@ -8,12 +8,11 @@ others.
 from __future__ import annotations
 
 import atexit
-import json
 import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,8 @@ from torch.distributed.tensor import Replicate
 from .. import _C
 from ..base import settings
 from ..base.observe import log
-from ..errors import LayoutError, MeshcastError, PeerLostError
+from ..base.wire import pack, unpack
+from ..errors import Caller, LayoutError, MeshcastError, PeerLostError
 from ..groups.network import Network, agreed_count, interfaces, library
 from ..groups.parent import ParentGroup, parent_group
 from ..groups.store import store_of_life
@@ -94,23 +94,32 @@ def announce(store: Any, rank: int, size: int) -> Any:
     """Says whether this rank can use UCX, before the ranks of a group wait for one another. Returns the store
     of this life of the group."""
     life = store_of_life(store, size)
-    _C.Conversation(life, rank, size).say("transport", json.dumps(_ability()))
+    _C.Conversation(life, rank, size).say("transport", pack(_ability()))
     return life
 
 
-def _ability() -> dict[str, str]:
-    """kind: "ucx", "gloo", or "none" with the reason why. The library is looked for, not loaded."""
+class _Ability(NamedTuple):
+    """The transport that a rank can use: kind is "ucx", "gloo", or "none" with the reason why. choice: what
+    its settings ask for."""
+
+    kind: str
+    choice: str
+    why: str = ""
+
+
+def _ability() -> _Ability:
+    """Looks for the library without loading it."""
     choice = "ucx"  # a value that is none is an order that cannot be carried out
     try:
         choice = settings.TRANSPORT.choice()
         if choice == "gloo":
-            return {"kind": "gloo", "choice": choice}
+            return _Ability("gloo", choice)
         if not hasattr(_C, "UcxPlane"):
             raise MeshcastError("this copy of meshcast was built without the headers of UCX")
         library()
     except MeshcastError as error:
-        return {"kind": "gloo" if choice == "auto" else "none", "choice": choice, "why": str(error)}
-    return {"kind": "ucx", "choice": choice}
+        return _Ability("gloo" if choice == "auto" else "none", choice, str(error))
+    return _Ability("ucx", choice)
 
 
 def settle(life: Any, rank: int, ranks: Sequence[int], timeout: float) -> _C.PointToPoint | None:
@@ -125,10 +134,10 @@ def settle(life: Any, rank: int, ranks: Sequence[int], timeout: float) -> _C.Poi
     texts = _C.Conversation(life, rank, len(ranks)).hear(
         "transport", range(len(ranks)), time.monotonic() + timeout, late, _OP, "connect"
     )
-    said = {ranks[at]: json.loads(text) for at, text in texts.items()}
+    said = {ranks[at]: unpack(_Ability, text) for at, text in texts.items()}
     obstacle = _obstacle(said)
-    if not obstacle and any(each["kind"] == "gloo" for each in said.values()):
-        if any(each["kind"] == "ucx" for each in said.values()):
+    if not obstacle and any(each.kind == "gloo" for each in said.values()):
+        if any(each.kind == "ucx" for each in said.values()):
             log.info("rank %d: send and recv go over gloo, since not all ranks can use UCX", ranks[rank])
         return None
     messages = _C.PointToPoint(list(ranks), rank)
@@ -140,18 +149,25 @@ def settle(life: Any, rank: int, ranks: Sequence[int], timeout: float) -> _C.Poi
     return messages
 
 
-def _obstacle(said: Mapping[int, Mapping[str, str]]) -> str:
+def _obstacle(said: Mapping[int, _Ability]) -> str:
     for rank, each in said.items():
-        if each["kind"] == "none":
-            return f"{_OP}: rank {rank}: {each['why']}"
-    kinds = {each["kind"] for each in said.values()}
-    if len(kinds) > 1 and any(each["choice"] == "ucx" for each in said.values()):
-        found = ", ".join(f"{each['kind']} on rank {rank}" for rank, each in said.items())
+        if each.kind == "none":
+            return f"{_OP}: rank {rank}: {each.why}"
+    kinds = {each.kind for each in said.values()}
+    if len(kinds) > 1 and any(each.choice == "ucx" for each in said.values()):
+        found = ", ".join(f"{each.kind} on rank {rank}" for rank, each in said.items())
         return (
             f"{_OP}: all ranks of a group must use one transport, found {found}; set "
             f"{settings.TRANSPORT.name} to the same, or leave it unset for gloo where UCX is not everywhere"
         )
     return ""
+
+
+class _Letter(NamedTuple):
+    """Addresses of a rank, for another that it wants to meet."""
+
+    interfaces: str  # of interfaces()
+    network: str  # of Network
 
 
 class _Meetings:
@@ -173,8 +189,8 @@ class _Meetings:
         self._thread: threading.Thread | None = None
         # The rest is the thread's alone.
         self._conversation: _C.Conversation | None = None
-        self._written: dict[int, dict[str, Any]] = {}  # letters, by peer
-        self._read: dict[int, dict[str, Any]] = {}
+        self._written: dict[int, _Letter] = {}  # by peer
+        self._read: dict[int, _Letter] = {}
         self._met: set[int] = set()  # with or without success
         self._bells = 1  # number of the next
         self._next_count = 0.0
@@ -240,7 +256,7 @@ class _Meetings:
                 senders = list(range(len(self._ranks)))
         for peer in senders:
             if peer not in self._read and (letter := conversation.heard(f"letter/{self._rank}", peer)):
-                self._read[peer] = json.loads(letter)
+                self._read[peer] = unpack(_Letter, letter)
                 self._write(conversation, peer)
                 self._meet(peer)
         return bool(senders)
@@ -251,25 +267,24 @@ class _Meetings:
         names, told = interfaces()
         if self._network is None:
             self._network = Network(names, self._timeout, "ucx")
-        letter: dict[str, Any] = {"told": told, "offer": self._network.offer()}
-        self._written[peer] = letter
-        conversation.say(f"letter/{peer}", json.dumps(letter))
+        letter = self._written[peer] = _Letter(told, self._network.offer())
+        conversation.say(f"letter/{peer}", pack(letter))
         number = conversation.count(f"bells/{peer}", 1)
         conversation.verdict(f"bell/{peer}/{number}", str(self._rank))
-        if letter["offer"]["kind"] == "none":  # the other hears why, once it calls
+        if self._network.failure:  # the other hears why, once it calls
             self._join(peer, {self._rank: letter})
 
     def _meet(self, peer: int) -> None:
         if peer not in self._met:
             self._join(peer, {self._rank: self._written[peer], peer: self._read[peer]})
 
-    def _join(self, peer: int, letters: Mapping[int, Mapping[str, Any]]) -> None:
+    def _join(self, peer: int, letters: Mapping[int, _Letter]) -> None:
         assert self._network is not None
         ends = {self._ranks[at]: letters[at] for at in sorted(letters)}
         rank = self._ranks[self._rank]
         try:
-            agreed_count({at: letter["told"] for at, letter in ends.items()}, rank)
-            offers = {at: letter["offer"] for at, letter in ends.items()}
+            agreed_count({at: letter.interfaces for at, letter in ends.items()}, rank)
+            offers = {at: letter.network for at, letter in ends.items()}
             transport = self._network.transport(offers, sorted(letters), rank, self._store, 0.0)
             assert isinstance(transport, _C.ProbingTransport)
             self._messages.connect(peer, transport)
@@ -281,12 +296,8 @@ class _Meetings:
         self._met.add(peer)
         if not isinstance(error, MeshcastError):
             other = self._ranks[peer]
-            error = PeerLostError(
-                f"rank {self._ranks[self._rank]}: the store did not let this rank meet rank {other}: {error}",
-                rank=self._ranks[self._rank],
-                peer=other,
-                op=_OP,
-                phase="connect",
+            error = Caller(_OP, self._ranks[self._rank], "connect").error(
+                PeerLostError, f"the store did not let this rank meet rank {other}: {error}", peer=other
             )
         self._messages.refuse(peer, error)
 

@@ -23,7 +23,7 @@ __all__ = ["once", "pack", "unpack"]
 
 T = TypeVar("T")
 
-_ONCE: set[Any] = set()
+_ONCE: set[Any] = {torch.dtype}
 _SCALARS = (int, str, bool, float, types.NoneType)
 
 
@@ -150,10 +150,12 @@ def _as_it_is(value: Any, _: _Table) -> Any:
 
 
 def _scalar(kind: Any, allowed: tuple[Any, ...]) -> _Read:
+    types_of = (
+        (float, int) if kind is float else (kind,)
+    )  # JSON writes 2.0 as it is, but a float may hold an int
+
     def read(raw: Any, _: _Rows) -> Any:
-        # JSON writes 2.0 as it is, but a float may hold an int.
-        fits = raw in allowed if allowed else type(raw) is kind or (kind is float and type(raw) is int)
-        if not fits:
+        if not (raw in allowed if allowed else type(raw) in types_of):
             raise TypeError(f"{raw!r} is no {kind}")
         return raw
 
@@ -176,26 +178,30 @@ def _optional(kind: Any, arguments: tuple[Any, ...]) -> tuple[_Write, _Read]:
 def _record(kind: Any) -> tuple[_Write, _Read]:
     hints = typing.get_type_hints(kind, include_extras=True)
     names = [each.name for each in fields(kind) if each.init] if is_dataclass(kind) else list(kind._fields)
-    row, read = _row(tuple(hints[name] for name in names), list)
+    write, read = _row(tuple(hints[name] for name in names), list)
+    if hasattr(kind, "_make"):
+        return write, lambda raw, rows: kind._make(read(raw, rows))
     return (
-        lambda value, table: row([getattr(value, name) for name in names], table),
+        lambda value, table: write([getattr(value, name) for name in names], table),
         lambda raw, rows: kind(**dict(zip(names, read(raw, rows), strict=True))),
     )
 
 
 def _row(kinds: tuple[Any, ...], make: type) -> tuple[_Write, _Read]:
-    codecs: list[tuple[_Write, _Read]] = []  # made as the first value comes, since a type may hold itself
-
-    def known() -> list[tuple[_Write, _Read]]:
-        if not codecs:
-            codecs.extend(_codec(kind) for kind in kinds)
-        return codecs
+    # Made as the first value comes, since a type may hold itself.
+    writes: list[_Write] = []
+    reads: list[_Read] = []
 
     def write(value: Any, table: _Table) -> Any:
-        return [codec[0](each, table) for codec, each in zip(known(), value, strict=True)]
+        if not writes:
+            writes.extend(_codec(kind)[0] for kind in kinds)
+        return [write(each, table) for write, each in zip(writes, value, strict=True)]
 
     def read(raw: Any, rows: _Rows) -> Any:
-        return make(codec[1](each, rows) for codec, each in zip(known(), _listed(raw), strict=True))
+        if not reads:
+            reads.extend(_codec(kind)[1] for kind in kinds)
+        found = [read(each, rows) for read, each in zip(reads, _listed(raw), strict=True)]
+        return found if make is list else make(found)
 
     return write, read
 
@@ -204,6 +210,14 @@ def _items(kind: Any, origin: type) -> tuple[_Write, _Read]:
     write, read = _codec(kind)
     of_set = issubclass(origin, AbstractSet)
     make: type = origin if origin in (list, set, frozenset) else frozenset if of_set else tuple
+    if kind in (int, str) and make is tuple:  # shapes and lists of ranks, of which there are most
+
+        def read_row(raw: Any, rows: _Rows) -> Any:
+            return (
+                tuple(raw) if {*map(type, _listed(raw))} <= {kind} else make(read(each, rows) for each in raw)
+            )
+
+        return lambda value, _: value, read_row
     return (
         lambda value, table: [write(each, table) for each in (sorted(value) if of_set else value)],
         lambda raw, rows: make(read(each, rows) for each in _listed(raw)),

@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..base import checks
+from ..base.values import is_carried
 from ..errors import Caller, LayoutError, MeshcastError
 from ..layout import Layout
 from ..resharding.meshes import Gone, lost_ranks, positive_placements, ranks_then
 from ..resharding.state_arguments import Given
 from ..resharding.state_entries import OP as MOVE
-from ..resharding.state_entries import is_carried
-from ..resharding.state_run import Conversation, Prepared, ReshardedState
+from ..resharding.state_run import Conversation, ReshardedState, StateRun
 from ..spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Inventory(NamedTuple):
 def read_ranks(lost: Any, ranks: Any, members: Collection[int], rank: int) -> Ranks:
     """members: of the group; rank: this one. Raises LayoutError for what is no map of ranks, and for a rank
     that is called lost and lives."""
-    dead = lost_ranks(lost, OP)
+    dead = lost_ranks(lost)
     if ranks is None:
         if rank in dead:
             raise LayoutError(f"lost= names rank {rank}, which yet makes the call")
@@ -213,12 +213,10 @@ def run(parent: ParentGroup, talk: Conversation, deadline: float, given: Given |
     """Makes one call among all ranks. An error in place of arguments is raised here, and reported to the
     others."""
     if isinstance(given, Exception):
-        prepared = Prepared(parent.rank, Given(None, None), None, wrong=given)
+        call = StateRun(parent.rank, Given(None, None), wrong=given)
     else:
-        prepared = Prepared(parent.rank, given, None)
-    result = ReshardedState()
-    talk.run(prepared, deadline, result)
-    return result
+        call = StateRun(parent.rank, given)
+    return talk.run(call, deadline)
 
 
 @contextmanager

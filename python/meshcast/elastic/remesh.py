@@ -16,15 +16,14 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from typing_extensions import Unpack
 
 from ..base import checks
+from ..base.values import is_carried
 from ..base.wire import pack, unpack
 from ..errors import LayoutError
-from ..groups.parent import known_parents, parent_group, seconds
-from ..groups.telling import raise_refused
+from ..groups.parent import known_parents, parent_group, raise_refused, seconds
 from ..layout import Box
 from ..resharding.meshes import raise_gone
 from ..resharding.state_arguments import Given
 from ..resharding.state_dict import StateOptions
-from ..resharding.state_entries import is_carried
 from ..resharding.state_run import Conversation, ReshardedState, conversation
 from ..resharding.tensor_map import TensorMap
 from .places import (
@@ -230,7 +229,7 @@ def _given(
     texts = run(parent, talk, deadline, mine)
     try:
         sides = {rank: unpack(Inventory, texts[str(rank)]) for rank in sorted(map(int, texts))}
-        step = _step(sides, parent.rank)
+        step = _step(sides)
         if step is not None and replicas is not None:
             state, layouts = replicas._taken(step, dead)
         known = dict.fromkeys(name for side in sides.values() for name in side.held)
@@ -264,7 +263,7 @@ def _check_alone(replicas: Any, held: Any, old: Any, more: Mapping[str, Any], pr
         raise LayoutError(f"the replicas are of rank {replicas._rank}, but this rank was {previous}")
 
 
-def _step(sides: Mapping[int, Inventory], rank: int) -> int | None:
+def _step(sides: Mapping[int, Inventory]) -> int | None:
     """Returns the newest step of which all ranks that have replicas have whole copies; None where no rank has
     any. All ranks know the same sides, so all raise the same."""
     steps = {other: side.steps for other, side in sides.items() if side.steps is not None}
@@ -276,7 +275,7 @@ def _step(sides: Mapping[int, Inventory], rank: int) -> int | None:
             f"a state comes from rank {min(without)}, but replicas from rank {min(steps)}; all ranks that "
             "were there give the one or the other"
         )
-    raise_gone(list(dict.fromkeys(each for side in sides.values() for each in side.gone)), OP, rank)
+    raise_gone(list(dict.fromkeys(each for side in sides.values() for each in side.gone)))
     common = set.intersection(*map(set, steps.values()))
     if not common:
         raise LayoutError(

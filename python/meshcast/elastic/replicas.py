@@ -20,30 +20,27 @@ import torch.distributed as dist
 from ..base import checks
 from ..base.boxes import extents, piece_view
 from ..base.settings import host_identity
+from ..base.values import carried, is_carried, restored
 from ..base.wire import pack, unpack
 from ..errors import Caller, LayoutError, PlanMismatchError
 from ..groups.parent import parent_group, seconds
 from ..layout import Box, Layout
 from ..resharding.meshes import Gone
-from ..resharding.state_arguments import Given, checked_call
-from ..resharding.state_batches import Known
-from ..resharding.state_dict import Repeated, likeness
+from ..resharding.state_arguments import Current, Given, State, checked_call
 from ..resharding.state_entries import OP as MOVE
-from ..resharding.state_entries import (
-    carried,
-    decode,
-    is_carried,
-    local_of,
-    memory_with,
-    restored,
-    same_memory,
-    with_boxes,
+from ..resharding.state_entries import Held, StateSide, local_of, memory_with, same_memory, with_boxes
+from ..resharding.state_moves import Sides
+from ..resharding.state_run import (
+    Conversation,
+    Memory,
+    Repeated,
+    ReshardedState,
+    StateRun,
+    conversation,
+    likeness,
+    started,
 )
-from ..resharding.state_moves import Origin, Said
-from ..resharding.state_run import Conversation, Memory, Prepared, ReshardedState, conversation, started
-from ..resharding.weight_side import Current, State
 from ..transfers.handle import Handle
-from ..transfers.transfer import Call
 from .places import Inventory, Old, called_by, old_layouts, run
 
 if TYPE_CHECKING:
@@ -66,7 +63,7 @@ class Guests:
     that few pairs of ranks talk. Keepers are chosen so that each keeps about as many bytes.
     """
 
-    def __init__(self, origins: Mapping[str, Origin], host_of: Mapping[int, Hashable]) -> None:
+    def __init__(self, origins: Mapping[str, Held], host_of: Mapping[int, Hashable]) -> None:
         """host_of: of each rank of the group."""
         self._origins = origins
         hosts = host_of if len(set(host_of.values())) > 1 else {rank: rank for rank in host_of}
@@ -88,7 +85,7 @@ class Guests:
 
     def _tiles(self) -> Iterator[_Tile]:
         for name, origin in self._origins.items():
-            for box, holders in origin.layout._core(origin.shape).tiles(origin.shape):
+            for box, holders in origin.where._core(origin.shape).tiles(origin.shape):
                 count = math.prod(extents(box))
                 if count:
                     yield _Tile(name, box, tuple(sorted(holders)), count * origin.dtype.itemsize)
@@ -126,7 +123,7 @@ class Guests:
     def layout(self, name: str, more: Mapping[int, list[Box]]) -> Layout:
         """Returns the layout of a tensor, with the boxes of keepers."""
         origin = self._origins[name]
-        return with_boxes(origin.layout, origin.shape, more, name) if more else origin.layout
+        return with_boxes(origin.where, origin.shape, more, name) if more else origin.where
 
 
 class Copy:
@@ -201,9 +198,9 @@ _SETTLE = 5.0  # seconds that a refresh on its way gets when its copies are aske
 
 
 class _Member(NamedTuple):
-    """The facts that a rank reports when Replicas are made. text: of its state; host: that it runs on."""
+    """The facts that a rank reports when Replicas are made. side: of its state; host: that it runs on."""
 
-    text: str
+    side: StateSide
     host: str | int
 
 
@@ -283,16 +280,16 @@ class Replicas:
             call = checked_call(self._rank, Given(held, {}, layouts=layouts, own=own))
             host = host_identity() if topology is None else topology._host_of(self._rank)
             same = {"every": self.every, "topology": None if topology is None else topology.to_json()}
-            given = Given({f"rank {self._rank}": pack(_Member(call.text(), host)), **same}, None)
+            given = Given({f"rank {self._rank}": pack(_Member(call.side, host)), **same}, None)
         except Exception as error:
             given = Caller(_OP, self._rank).typed(error)
         with called_by(_OP, self._rank):
             told = run(parent, conversation(self._twin), time.monotonic() + self._limit, given)
-            members = {rank: unpack(_Member, told[f"rank {rank}"]) for rank in sorted(parent.ranks)}
             known: dict[Any, Any] = {}
-            sides = Said({rank: decode(each.text, known) for rank, each in members.items()}, self._rank)
+            members = {r: unpack(_Member, told[f"rank {r}"], known) for r in sorted(parent.ranks)}
+            sides = Sides({rank: each.side for rank, each in members.items()})
             names = {name for side in sides.sides.values() for name in side.held}
-            self._origins = {name: sides.origin(name) for name in sorted(names)}
+            self._origins = {name: sides.held(name) for name in sorted(names)}
             self._check_partial()
         self._own = sides.own
         shared = {name: origin for name, origin in self._origins.items() if name not in sides.own}
@@ -343,19 +340,17 @@ class Replicas:
         except Exception as raised:
             error = Caller(_OP, self._rank).typed(raised)
             self._handle = started(
-                self._twin, Prepared(self._rank, Given(None, None), None, wrong=error), self._limit
+                self._twin, StateRun(self._rank, Given(None, None), wrong=error), self._limit
             )
             raise error from None
         # A copy of each: the state's own may change before anybody asks for this step.
         values = {name: restored(carried(value)) for name, value in held.items() if is_carried(value)}
         moved = {name: copy.own[name] for name in self._kept if name in copy.own}
-        prepared = self._calls.prepared({**moved, **values, _ALWAYS: None}, None, number, copy.memory)
+        refresh = self._calls.prepared({**moved, **values, _ALWAYS: None}, None, number, copy.memory)
 
-        def refreshed(
-            talk: Conversation, deadline: float, result: ReshardedState
-        ) -> tuple[Known, list[Call]]:
+        def refreshed(talk: Conversation, deadline: float) -> None:
             try:
-                known, made = self._calls.run(talk, prepared, deadline, result, copy.memory)
+                result = talk.run(refresh, deadline)
                 guests = {name: x for name, x in result.items() if isinstance(x, torch.Tensor)}
                 told = {name: x for name, x in result.items() if name not in guests and name != _ALWAYS}
                 self._copies.whole(copy, number, guests, {**told, **values})
@@ -367,9 +362,8 @@ class Replicas:
             except BaseException as error:
                 talk.parent.abort(f"rank {self._rank} gave up a refresh: {error}")
                 raise
-            return known, made
 
-        self._handle = started(self._twin, prepared, self._limit, refreshed)
+        self._handle = started(self._twin, refresh, self._limit, refreshed)
 
     def wait(self) -> None:
         """Returns once the last refresh has ended, and the copies of its step are whole on all ranks. Raises
@@ -393,7 +387,7 @@ class Replicas:
         """Describes the job without the lost ranks."""
         self._settle(deadline)
         more = self._guests.in_place_of(lost)
-        held = {rank for origin in self._origins.values() for rank in origin.layout.ranks}
+        held = {rank for origin in self._origins.values() for rank in origin.where.ranks}
         return Inventory(
             held=[n for n in self._origins if n in self._shapes or self._rank in more.get(n, {})],
             steps=self._copies.steps,
@@ -449,12 +443,12 @@ class Replicas:
 
     def _place(self, name: str) -> tuple[Any, tuple[int, ...]]:
         origin = self._origins[name]
-        return origin.layout, origin.shape
+        return origin.where, origin.shape
 
     def _check_partial(self) -> None:
         for name, origin in self._origins.items():
-            if origin.layout.has_partial:
-                raise LayoutError(f"{name!r} under {origin.layout} holds Partial; reduce it first")
+            if origin.where.has_partial:
+                raise LayoutError(f"{name!r} under {origin.where} holds Partial; reduce it first")
 
     def _another(self, like: Mapping[str, Any]) -> LayoutError:
         unlike = sorted(name for name in {*like, *self._like} if like.get(name) != self._like.get(name))

@@ -14,7 +14,6 @@ import ctypes.util
 import fcntl
 import hashlib
 import importlib.util
-import json
 import os
 import re
 import secrets
@@ -26,14 +25,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
 from .. import _C
 from ..base import settings
 from ..base.observe import log
-from ..errors import DeadlineExceededError, LayoutError, MeshcastError, PeerLostError
+from ..base.wire import pack, unpack
+from ..errors import Caller, DeadlineExceededError, LayoutError, MeshcastError, PeerLostError
 from .store import as_shortage, first_line, shortage
 
 if TYPE_CHECKING:
@@ -67,16 +67,15 @@ def interfaces() -> tuple[tuple[str, ...], str]:
 def agreed_count(told: Mapping[int, str], rank: int) -> int:
     """Interfaces of every host, from what the ranks told: {rank: text of interfaces()}. Raises
     LayoutError, on every rank, where a name is wrong or hosts have different numbers."""
+    caller = Caller("connect", rank, "connect")
     for other, text in sorted(told.items()):
         if not text.isdigit():
-            raise LayoutError(f"rank {other}: {text}", rank=rank, peer=other, op="connect", phase="connect")
+            raise caller.error(LayoutError, f"rank {other}: {text}", peer=other)
     if len(set(told.values())) > 1:
-        raise LayoutError(
-            f"{settings.IFNAMES.name} must name equally many interfaces on every rank; found "
-            + ", ".join(f"{count} on rank {other}" for other, count in sorted(told.items())),
-            rank=rank,
-            op="connect",
-            phase="connect",
+        found = ", ".join(f"{count} on rank {other}" for other, count in sorted(told.items()))
+        raise caller.error(
+            LayoutError,
+            f"{settings.IFNAMES.name} must name equally many interfaces on every rank; found {found}",
         )
     return int(next(iter(told.values())))
 
@@ -129,13 +128,8 @@ def _failed(error: Exception, ranks: Sequence[int], rank: int, deadline: float) 
     whom = "the others" if peer is None else f"rank {peer}"
     why = "within the limit; it is dead, stuck or unreachable" if late else f": {first_line(error)}"
     kind = DeadlineExceededError if late else PeerLostError
-    return kind(
-        f"rank {rank}: connecting with {whom} of ranks {list(ranks)} over gloo failed {why}",
-        rank=rank,
-        peer=peer,
-        op="connect",
-        phase="connect",
-    )
+    text = f"connecting with {whom} of ranks {list(ranks)} over gloo failed {why}"
+    return Caller("connect", rank, "connect").error(kind, text, peer=peer)
 
 
 _RDMA = Path("/sys/class/infiniband")
@@ -245,18 +239,37 @@ def plane(devices: Sequence[str], timeout: float) -> _C.UcxPlane:
 _told: set[str] = set()
 
 
+class _NetworkOffer(NamedTuple):
+    """A rank's network, as the others have to know it. kind: "ucx"; "gloo"; or "none", and why. The
+    rest is of UCX: the form of its messages, and what UcxPlane.address() returns; the nonce makes each
+    connection another one."""
+
+    kind: str
+    why: str = ""
+    form: int = 0
+    process: int = 0
+    rails: tuple[bytes, ...] = ()
+    breaks: dict[int, int] = {}  # noqa: RUF012  never written
+    nonce: str = ""
+
+    @property
+    def member(self) -> tuple[int, tuple[bytes, ...], dict[int, int]]:
+        """The rank as the plane takes it."""
+        return self.process, self.rails, self.breaks
+
+
 class Network:
-    """One rank's end, from its offer to the transport.
+    """One rank's end, from its offer, a text, to the transport.
 
     names: the interfaces to use, () for the library's choice. choice: a transport, else that which
-    `MESHCAST_TRANSPORT` names. Where this rank cannot have it, its offer says so, and transport() raises on
-    every rank.
+    `MESHCAST_TRANSPORT` names. Where this rank cannot have it, `failure` and its offer say so, and
+    transport() raises on every rank.
     """
 
     def __init__(self, names: Sequence[str], timeout: float, choice: str = "") -> None:
         self._names, self._timeout = names, timeout
         self._plane: _C.UcxPlane | None = None
-        self._failure = ""
+        self.failure = ""
         try:
             choice = choice or settings.TRANSPORT.choice()
             if choice != "gloo":
@@ -265,79 +278,58 @@ class Network:
             if shortage(error):  # that is for the caller to tell: gloo needs threads and descriptors likewise
                 raise
             if choice != "auto":
-                self._failure = str(error)
+                self.failure = str(error)
             elif str(error) not in _told:
                 log.warning("hosts exchange messages over gloo, since UCX cannot be used: %s", error)
                 _told.add(str(error))
 
-    def offer(self) -> dict[str, Any]:
+    def offer(self) -> str:
         """Returns what the other ranks have to know."""
-        if self._failure:
-            return {"kind": "none", "why": self._failure}
+        if self.failure:
+            return pack(_NetworkOffer("none", self.failure))
         if self._plane is None:
-            return {"kind": "gloo"}
+            return pack(_NetworkOffer("gloo"))
         process, rails, breaks = self._plane.address()
-        return {
-            "kind": "ucx",
-            "wire": _C.UcxPlane.WIRE,
-            "process": process,
-            "rails": [rail.hex() for rail in rails],
-            "breaks": list(breaks.items()),
-            "nonce": secrets.token_hex(8),
-        }
+        form, nonce = _C.UcxPlane.WIRE, secrets.token_hex(8)
+        return pack(_NetworkOffer("ucx", "", form, process, tuple(rails), breaks, nonce))
 
-    def watch(self, offer: Mapping[str, Any]) -> Callable[[], str] | None:
+    def watch(self, offer: str) -> Callable[[], str] | None:
         """Returns a function that says why the rank that made this offer has left, "" while that is not
         known; None over gloo, which knows no rank before all have connected."""
-        if self._plane is None or offer["kind"] != "ucx":
+        read = unpack(_NetworkOffer, offer)
+        if self._plane is None or read.kind != "ucx":
             return None
-        return self._plane.watch(_member(offer))
+        return self._plane.watch(read.member)
 
     def transport(
-        self,
-        offers: Mapping[int, Mapping[str, Any]],
-        first_rail: list[int],
-        rank: int,
-        store: Any,
-        deadline: float,
+        self, offers: Mapping[int, str], first_rail: list[int], rank: int, store: Any, deadline: float
     ) -> _C.Transport:
         """Connects with the ranks of `offers`, or is ready to. Blocks; deadline: by time.monotonic().
 
         Raises LayoutError, on every rank, where one has none or they do not all use the same."""
+        caller = Caller("connect", rank, "connect")
         ranks = list(offers)
-        for other, offer in offers.items():
-            if offer["kind"] == "none":
-                raise LayoutError(
-                    f"rank {other}: {offer['why']}", rank=rank, peer=other, op="connect", phase="connect"
-                )
-        kinds = {offer["kind"] for offer in offers.values()}
-        if len(kinds) > 1:
-            found = ", ".join(f"{offer['kind']} on rank {other}" for other, offer in offers.items())
-            raise LayoutError(
-                f"all ranks must use one transport, found {found}; set "
-                f"{settings.TRANSPORT.name} to the same, or install UCX everywhere",
-                rank=rank,
-                op="connect",
-                phase="connect",
+        read = {other: unpack(_NetworkOffer, text) for other, text in offers.items()}
+        for other, offer in read.items():
+            if offer.kind == "none":
+                raise caller.error(LayoutError, f"rank {other}: {offer.why}", peer=other)
+        if len({offer.kind for offer in read.values()}) > 1:
+            found = ", ".join(f"{offer.kind} on rank {other}" for other, offer in read.items())
+            raise caller.error(
+                LayoutError,
+                f"all ranks must use one transport, found {found}; set {settings.TRANSPORT.name} to the "
+                "same, or install UCX everywhere",
             )
-        wires = {other: offer.get("wire") for other, offer in offers.items()}
-        if len(set(wires.values())) > 1:
-            found = ", ".join(f"{wire or 'none'} on rank {other}" for other, wire in wires.items())
-            raise LayoutError(
-                f"all ranks must run one version of meshcast: they send each other different forms of "
+        if len({offer.form for offer in read.values()}) > 1:
+            found = ", ".join(f"{offer.form or 'none'} on rank {other}" for other, offer in read.items())
+            raise caller.error(
+                LayoutError,
+                "all ranks must run one version of meshcast: they send each other different forms of "
                 f"messages, found {found}; install the same version everywhere",
-                rank=rank,
-                op="connect",
-                phase="connect",
             )
         if self._plane is None:
             rails = connect(store, ranks, rank, self._names, deadline, self._timeout)
             return _C.gloo_transport(rails, first_rail, ranks.index(rank))
-        text = json.dumps([offers[other] for other in ranks], sort_keys=True)
-        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-        members = [_member(offer) for offer in offers.values()]
-        return self._plane.join(number, members, ranks.index(rank), first_rail)
-
-
-def _member(offer: Mapping[str, Any]) -> tuple[int, list[bytes], dict[int, int]]:
-    return offer["process"], [bytes.fromhex(rail) for rail in offer["rails"]], dict(offer["breaks"])
+        digest = hashlib.sha256("\n".join(offers.values()).encode()).digest()
+        members = [offer.member for offer in read.values()]
+        return self._plane.join(int.from_bytes(digest[:8], "big"), members, ranks.index(rank), first_rail)

@@ -1,5 +1,6 @@
 """State that meshcast keeps for each process group of the user: the private groups made inside it, and what
-they share."""
+they share; and the errors of a public call before it has begun, which the other ranks of the call raise as
+well."""
 
 from __future__ import annotations
 
@@ -8,22 +9,28 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from .. import _C
 from ..base import checks, forks
-from ..errors import LayoutError, MeshcastError
+from ..base.cache import Cache
+from ..base.observe import Flight, Members, log
+from ..errors import AbortedError, Caller, LayoutError, MeshcastError, mark_told, was_told
+from ..layout import Layout
 from .private import PrivateGroup
 from .store import StoreConnection
 
-__all__ = ["ParentGroup", "known_parents", "parent_group", "seconds"]
+__all__ = ["ParentGroup", "known_parents", "parent_group", "prepare", "raise_refused", "seconds"]
 
+_KEPT_CALLS = 1024  # kinds of call that are known without a check
 _LONGEST = 365 * 86400.0  # seconds: more than the clocks of all threads can count
 _DRAIN_LIMIT = 2.0  # seconds that transfers in flight get when their process group ends
 _CALLBACK_LIMIT = 1.0  # seconds that callbacks get when the process ends, at least
@@ -52,7 +59,7 @@ class ParentGroup:
         self.name = self.full_name = name  # full_name: of a twin, with its own name
         self.closed = False
         self.place = (-1, 0)  # rank and size of the process group as it was met; `reconfigure` changes them
-        self.compiled: dict[Any, Any] = {}  # kinds of call seen before, kept by resharding/compiled.py
+        self.compiled: Cache[Any, Any] = Cache(_KEPT_CALLS)  # by kind of call, of resharding/compiled.py
         self.extras: dict[str, Any] = {}  # what single operations keep
         self._store = store
         self._groups: dict[tuple[int, ...], PrivateGroup] = {}
@@ -61,9 +68,7 @@ class ParentGroup:
         self._groups_lock = threading.Lock()  # two threads must not make one group twice: it meets once
         self._twins: dict[str, ParentGroup] = {}
         # Calls that this rank refused, of which it is not known whose they were.
-        self.refusals = _C.OpenRefusals(
-            sorted(ranks), rank, store, lambda members: self.private(members, "reshard")
-        )
+        self.refusals = _C.OpenRefusals(sorted(ranks), rank, store, self.private)
         self.at_end: dict[str, Callable[[], None]] = {}  # by name, what else ends with it; never blocks long
 
     @classmethod
@@ -104,7 +109,7 @@ class ParentGroup:
         if twin is not None:
             twin.close(limit)
 
-    def private(self, ranks: Sequence[int], op: str) -> PrivateGroup:
+    def private(self, ranks: Sequence[int]) -> PrivateGroup:
         """The private group of these global ranks, ascending and unique. Raises LayoutError for ranks outside
         the parent group."""
         key = tuple(ranks)
@@ -113,11 +118,8 @@ class ParentGroup:
             outside = [rank for rank in key if rank not in self.ranks]
             if outside:
                 raise LayoutError(
-                    f"{op}: ranks {outside} are not in process group {self.name!r}, which has ranks "
-                    f"{_brief(self.ranks)}; "
-                    "pass group= a group that holds both meshes",
-                    rank=self.rank,
-                    op=op,
+                    f"ranks {outside} are not in process group {self.name!r}, which has ranks "
+                    f"{_brief(self.ranks)}; pass group= a group that holds both meshes"
                 )
             with self._groups_lock:
                 group = self._groups.get(key)
@@ -255,3 +257,169 @@ def _brief(ranks: frozenset[int]) -> str:
     if len(ordered) > 2 and ordered[-1] - ordered[0] + 1 == len(ordered):
         return f"{ordered[0]}..{ordered[-1]}"
     return str(ordered)
+
+
+def raise_refused(
+    error: Exception,
+    op: str,
+    places: Iterable[Any],
+    group: Any = None,
+    timeout: float | timedelta | None = None,
+    *,
+    prepares: bool = False,
+    lost: Collection[int] = (),
+) -> NoReturn:
+    """Raises what a call raises here that got `error` from its arguments, and tells the other ranks, unless
+    they know.
+
+    places: what was given for sources and destinations (tensors, specs, meshes, layouts, lists of ranks), in
+    whatever state: from them the ranks of the call are known. Where one cannot be read, the ranks that wait
+    for this one are looked for. group, timeout: as they were given. lost: ranks of the places
+    that are in no call any more.
+    """
+    found = error
+    if not was_told(error) and dist.is_available() and dist.is_initialized():
+        found = Caller(op, dist.get_rank()).typed(error)
+        mark_told(found)
+        Flight(op, Members(""), dist.get_rank()).failed(found)
+        try:
+            _tell(found, op, places, group, timeout, prepares, lost)
+        except Exception as failed:  # this rank's error is worth more than the obstacle to telling it
+            log.warning("%s: the other ranks could not be told of an error: %s", op, failed)
+    elif not was_told(error):
+        found = Caller(op).typed(error)
+    if found is error:
+        raise error
+    raise found from error
+
+
+def _tell(
+    error: Exception,
+    op: str,
+    places: Iterable[Any],
+    group: Any,
+    timeout: Any,
+    prepares: bool,
+    lost: Collection[int],
+) -> None:
+    parents, sure = _candidates(group, op)
+    if not parents:
+        return
+    limit = _limit(timeout, parents[0])
+    known: set[int] = set()
+    complete = True
+    for place in places:
+        # A list of numbers is ranks for prepare() alone.
+        ranks = None if isinstance(place, list) and not prepares else _ranks_of(place)
+        complete = complete and ranks is not None
+        known.update(ranks or ())
+    known.difference_update(lost)
+    parent = parents[0]
+    if complete and known and sure:
+        if parent.rank not in known:
+            return  # nobody waits for it
+        if parent.ranks.issuperset(known):
+            parent.private(sorted(known)).refuse_call(error, limit, prepares=prepares).wait()
+            return
+        known = set()
+    where = [each.refusals for each in parents]
+    _C.OpenRefusals.refuse(str(error), sorted(known), prepares, limit, where)
+
+
+def _candidates(group: Any, op: str) -> tuple[list[ParentGroup], bool]:
+    """Returns the process groups in which ranks may wait for a call with this group, and whether that is
+    sure. None in a forked child, which has no part in any, and for a group without this rank."""
+    try:
+        return [parent_group(group, op)], True
+    except AbortedError:
+        return [], False
+    except Exception:  # whatever was given for it
+        if type(group) is int and group == dist.GroupMember.NON_GROUP_MEMBER:
+            return [], False
+        return [parent for parent in known_parents() if parent._born == forks.count], False
+
+
+def _limit(timeout: Any, parent: ParentGroup) -> float:
+    try:
+        return seconds(timeout, parent.timeout)
+    except Exception:
+        return parent.timeout
+
+
+def _ranks_of(place: Any) -> set[int] | None:
+    """Global ranks; None where they cannot be read."""
+    try:
+        if isinstance(place, Layout):
+            return set(place.ranks)
+        if isinstance(place, list):
+            return {rank for each in place for rank in _each_rank(each)}
+        mesh = place if isinstance(place, DeviceMesh) else None
+        mesh = mesh or (place.device_mesh if isinstance(place, DTensor) else place.mesh)
+        return {int(rank) for rank in mesh.mesh.flatten().tolist()} if isinstance(mesh, DeviceMesh) else None
+    except Exception:
+        return None
+
+
+def _each_rank(place: Any) -> set[int]:
+    if isinstance(place, int) and place >= 0:
+        return {place}
+    ranks = _ranks_of(place)
+    if ranks is None:
+        raise LayoutError("no ranks")
+    return ranks
+
+
+_OP = "prepare"
+
+
+def prepare(
+    meshes: DeviceMesh | Sequence[DeviceMesh] | Sequence[int],
+    *,
+    group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+) -> None:
+    """Connects the ranks of all the meshes with each other, as the first call between these meshes would do.
+
+    Optional, and a collective of those ranks; others may skip it. Blocks until every rank is connected.
+
+    Args:
+        meshes: those of a later call, source and destination together, or simply its global ranks.
+        group: process group that holds these ranks; None for the default group.
+        timeout: seconds or timedelta for the call; None for the group's.
+
+    Raises:
+        LayoutError: no ranks, or ranks outside `group`.
+        DeadlineExceededError: names the ranks that did not come.
+
+    Example, on the four ranks of ``torchrun --nproc-per-node 4``::
+
+        meshcast.prepare([0, 1, 3])
+        source, target = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [3])
+        x = distribute_tensor(torch.ones(4, 2), source, [Shard(0)])
+        y = meshcast.reshard(x, target, [Replicate()])  # finds its connections there
+    """
+    try:
+        parent = parent_group(group, _OP)
+        limit = seconds(timeout, parent.timeout)
+        ranks = sorted(set(_ranks(meshes)))
+        if not ranks:
+            raise LayoutError("no ranks; give the meshes of a later call, or its ranks")
+        private = parent.private(ranks)
+    except Exception as error:
+        raise_refused(error, _OP, [meshes], group, timeout, prepares=True)
+    if parent.rank in ranks:
+        private.connect(limit)
+
+
+def _ranks(given: Any) -> Iterable[int]:
+    if hasattr(given, "mesh_dim_names"):  # a DeviceMesh
+        return [int(rank) for rank in given.mesh.flatten().tolist()]
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise LayoutError(f"expected meshes or global ranks, found {checks.shown(given)}")
+    found: list[int] = []
+    for item in given:
+        if hasattr(item, "mesh_dim_names"):
+            found.extend(_ranks(item))
+        else:
+            found.append(checks.integer("rank", item, 0, (1 << 31) - 1))
+    return found

@@ -13,17 +13,18 @@ maps for all its groups (64 MiB).
 from __future__ import annotations
 
 import hashlib
-import json
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from .. import _C
 from ..base import forks, settings
+from ..base.cache import Cache
 from ..base.observe import log
 from ..base.settings import host_identity
+from ..base.wire import pack, unpack
 from ..errors import MeshcastError
 from ..topology import Topology
 from .network import Network, agreed_count, first_rails, interfaces
@@ -77,6 +78,15 @@ class Connector:
         return {"rank": self.rank, "op": "connect", "phase": "connect"}
 
 
+class _Offer(NamedTuple):
+    """A rank as the others have to know it when they meet."""
+
+    host: str
+    memory: str  # of HostMemory
+    interfaces: str  # of interfaces()
+    network: str  # of Network
+
+
 class _Joining:
     """One rank's way into one life of a group. Raises Shortage where this process has run out of
     something."""
@@ -98,24 +108,24 @@ class _Joining:
             raise Shortage(short) from error
 
     def offer(self) -> str:
-        return json.dumps([host_identity(), self._memory.offer, self._told, self._network.offer()])
+        return pack(_Offer(host_identity(), self._memory.offer, self._told, self._network.offer()))
 
     def watch(self, offer: str) -> Callable[[], str] | None:
-        return self._network.watch(json.loads(offer)[3])
+        return self._network.watch(unpack(_Offer, offer).network)
 
     def connect(self, offers: dict[int, str], deadline: float, lost: Lost) -> _C.GroupCore:
         """Blocks to `deadline`, by time.monotonic()."""
         of = self._of
         ranks, rank = of.ranks, of.rank
-        members: dict[int, list[Any]] = {other: json.loads(text) for other, text in offers.items()}
-        hosts: dict[int, str] = {other: member[0] for other, member in members.items()}
-        count = agreed_count({other: member[2] for other, member in members.items()}, rank)
+        members = {other: unpack(_Offer, text) for other, text in offers.items()}
+        hosts = {other: member.host for other, member in members.items()}
+        count = agreed_count({other: member.interfaces for other, member in members.items()}, rank)
         topology = Topology.from_hosts(hosts, nics_per_host=count)
-        of_host = {other: member[1] for other, member in members.items() if member[0] == hosts[rank]}
+        of_host = {other: member.memory for other, member in members.items() if member.host == hosts[rank]}
         conversation = _C.Conversation(self._store, rank, len(ranks))
         self._memory.meet(conversation, list(ranks), of_host, deadline, lost)
         transport = self._network.transport(
-            {other: members[other][3] for other in ranks},
+            {other: members[other].network for other in ranks},
             first_rails(ranks, topology, count),
             rank,
             self._store,
@@ -151,6 +161,8 @@ def _warn_of(memory: _C.HostMemory, ranks: Sequence[int]) -> None:
         )
 
 
+_KEPT_TRANSFERS = 256  # which this rank keeps for later calls
+
 NO_LANE = -1  # of prepare(), which is counted in none
 
 KEPT_AGREEMENTS = (
@@ -178,7 +190,7 @@ class PrivateGroup(_C.Group):
         self.timeout = timeout
         self.name = _group_name(self.ranks)
         self.members = _C.Members(self.name, self.ranks, within)  # as the flight record shows it
-        self.transfers: dict[Any, Any] = {}  # compiled ones, kept by transfers/transfer.py
+        self.transfers: Cache[Any, Any] = Cache(_KEPT_TRANSFERS)  # of transfers/transfer.py
         self.born = forks.count
         self._connector = Connector(self.ranks, rank, self.name, timeout, store)
         super().__init__(list(self.ranks), rank, self.name, self._connector, known, KEPT_AGREEMENTS, refusals)
@@ -204,10 +216,6 @@ class PrivateGroup(_C.Group):
         """Store of the core, once the ranks have met."""
         return self._connector.control
 
-    def before_call(self) -> None:
-        """Raises AbortedError in a forked child."""
-        forks.check(self.born, "reshard")
-
     def refuse(  # type: ignore[override]  # the error itself
         self, lane: int, error: Exception, timeout: float, *, ordinal: int | None = None
     ) -> _C.Refusal:
@@ -222,7 +230,7 @@ class PrivateGroup(_C.Group):
 
     def connect(self, timeout: float) -> None:
         """Brings the group up, unless it is; blocks. Raises what keeps it from coming up."""
-        self.before_call()
+        forks.check(self.born, "prepare")
         try:
             super().connect(timeout)
         except MeshcastError:

@@ -8,18 +8,18 @@ questions that does not grow with the ranks, but for naming those that are missi
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from .. import _C, errors
 from ..base.observe import Flight, Members, Site
-from ..errors import AbortedError, DeadlineExceededError, MeshcastError, PeerLostError
+from ..base.wire import pack, unpack
+from ..errors import AbortedError, Caller, DeadlineExceededError, MeshcastError, PeerLostError
 from .network import Network, interfaces
 from .store import store_of_life
 
@@ -30,6 +30,23 @@ _LOOK = 0.25  # seconds between two looks for ranks that have gone
 _DAY = timedelta(days=1)
 # Verdicts of one barrier. The others end all that would follow, and are named as their errors.
 _GO, _LATE = "go", DeadlineExceededError.__name__
+
+
+class _Here(NamedTuple):
+    """Facts of a rank that has come. calls: it is one of those that call for barriers."""
+
+    calls: bool
+    network: str
+
+
+class _Verdict(NamedTuple):
+    """The end of a barrier. kind: _GO, or the name of an error. peer: the rank that it is about, or that
+    decided it."""
+
+    kind: str
+    text: str
+    peer: int
+    elapsed: float | None
 
 
 class Late(Exception):  # noqa: N818  no error of its own: it never leaves the package
@@ -60,7 +77,7 @@ class ReadyBarrier:
         to look after it, seconds. within: the process group, for the flight record."""
         self.number = 0
         self.ended: MeshcastError | None = None  # what has ended them all, once this rank has heard of it
-        self._here: dict[int, str] = {}  # what ranks said of themselves
+        self._here: dict[int, _Here] = {}  # of the ranks that have come
         self._name, self._limit = name, limit
         self._open_store = store
         self._waiting: Any = None  # the store, where it may be waited in
@@ -76,8 +93,8 @@ class ReadyBarrier:
         self._conversation = _C.Conversation(self._store, self._rank, len(self._ranks))
         self._network = Network(interfaces()[0], self._limit)
         self._known = _C.KnownOffers()
-        self._watches = _C.Watches(self._known, lambda text: self._network.watch(json.loads(text)["network"]))
-        self._conversation.say("here", json.dumps({"calls": calls, "network": self._network.offer()}))
+        self._watches = _C.Watches(self._known, lambda text: self._network.watch(unpack(_Here, text).network))
+        self._conversation.say("here", pack(_Here(calls, self._network.offer())))
 
     def called(self) -> bool:
         """Returns whether a rank has called for the next barrier, or has ended them all."""
@@ -111,7 +128,7 @@ class ReadyBarrier:
         self._conversation.say("at", str(number))
         if self._conversation.count(self._call, 1) < len(self._ranks):
             return
-        if self._settle(number, _GO)["kind"] == _GO:
+        if self._settle(number, _GO).kind == _GO:
             for past in range(self._first, number):  # all ranks have been through these
                 self._conversation.erase(f"called/{past}")
                 self._conversation.erase(f"verdict/{past}")
@@ -143,21 +160,19 @@ class ReadyBarrier:
                 looked = time.monotonic()
 
         text = self._conversation.await_verdict(f"verdict/{number}", deadline, look)
-        said = json.loads(text) if text else self._settle_late(time.monotonic() - begin)
+        said = unpack(_Verdict, text) if text else self._settle_late(time.monotonic() - begin)
         self.number = number + 1
-        if said["kind"] == _GO:
+        if said.kind == _GO:
             self._first = number
             self._find()
             return
-        late = said["kind"] == _LATE
-        error: Any = getattr(errors, said["kind"])(
-            f"rank {self._rank}: {self._name}: {said['text']}",
-            rank=self._rank,
-            peer=None if said["peer"] == self._rank and not late else said["peer"],
-            op=self._name,
-            phase="agree",
-            elapsed=said["elapsed"],
-            limit=said["elapsed"],
+        late = said.kind == _LATE
+        error: Any = Caller(self._name, self._rank, "agree").error(
+            getattr(errors, said.kind),
+            said.text,
+            peer=None if said.peer == self._rank and not late else said.peer,
+            elapsed=said.elapsed,
+            limit=said.elapsed,
         )
         if late:
             raise Late(error)
@@ -168,13 +183,13 @@ class ReadyBarrier:
         """Reads what ranks say of themselves that have come meanwhile."""
         for rank in self._ranks:
             if rank not in self._here and (text := self._conversation.heard("here", rank)) is not None:
-                self._here[rank] = text
+                self._here[rank] = unpack(_Here, text)
                 self._known.add({rank: text})
 
     def callers(self) -> list[int]:
         """Ranks that call for barriers, as far as they are here."""
         self._find()
-        return [rank for rank in sorted(self._here) if json.loads(self._here[rank])["calls"]]
+        return [rank for rank in sorted(self._here) if self._here[rank].calls]
 
     def gone(self) -> tuple[int, str] | None:
         """A rank that has gone, and why: asked where the store does not answer."""
@@ -191,7 +206,7 @@ class ReadyBarrier:
         """No barrier succeeds after this. The other ranks get an error of this kind; so does this one, from
         the next barrier that it waits for."""
         number = self.number
-        while self._settle(number, kind.__name__, text, peer)["kind"] in (_GO, _LATE):
+        while self._settle(number, kind.__name__, text, peer).kind in (_GO, _LATE):
             number += 1
         self._conversation.count(f"called/{number}", 0)  # wakes who waits for a call
 
@@ -200,7 +215,7 @@ class ReadyBarrier:
         number = str(self.number)
         return [rank for rank in self._ranks if self._conversation.heard("at", rank) != number]
 
-    def _settle_late(self, elapsed: float) -> dict[str, Any]:
+    def _settle_late(self, elapsed: float) -> _Verdict:
         missing = self._missing()
         if not missing:  # the last one has come, and not yet said so
             return self._settle(self.number, _GO)
@@ -222,8 +237,7 @@ class ReadyBarrier:
 
     def _settle(
         self, number: int, kind: str, text: str = "", peer: int | None = None, elapsed: float | None = None
-    ) -> dict[str, Any]:
+    ) -> _Verdict:
         """The verdict that counts: this one, or one given before. peer: by default this rank."""
-        peer = self._rank if peer is None else peer
-        mine = json.dumps({"kind": kind, "text": text, "peer": peer, "elapsed": elapsed})
-        return dict(json.loads(self._conversation.verdict(f"verdict/{number}", mine)))
+        mine = _Verdict(kind, text, self._rank if peer is None else peer, elapsed)
+        return unpack(_Verdict, self._conversation.verdict(f"verdict/{number}", pack(mine)))

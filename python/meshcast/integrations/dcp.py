@@ -38,7 +38,7 @@ from ..groups.parent import parent_group, seconds
 from ..layout import Layout
 from ..resharding.state_arguments import Given
 from ..resharding.state_dict import reshard_state_dict
-from ..resharding.state_run import Prepared, ReshardedState, conversation
+from ..resharding.state_run import StateRun, conversation
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -258,8 +258,7 @@ class MemoryStorage(StorageWriter, StorageReader):
         """Raises it here, and tells the other ranks, which wait for what this one asks."""
         parent = parent_group(self._group, _OP)
         deadline = time.monotonic() + seconds(self._timeout, parent.timeout)
-        prepared = Prepared(parent.rank, Given(None, None), None, wrong=error)
-        conversation(parent).run(prepared, deadline, ReshardedState())
+        conversation(parent).run(StateRun(parent.rank, Given(None, None), wrong=error), deadline)
         raise error
 
     @property

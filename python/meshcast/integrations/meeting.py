@@ -14,7 +14,7 @@ from ..groups.parent import ParentGroup
 from ..groups.store import StoreConnection
 from ..resharding.state_arguments import Given
 from ..resharding.state_dict import StateOptions, Where
-from ..resharding.state_run import Prepared, ReshardedState, conversation
+from ..resharding.state_run import ReshardedState, StateRun, conversation
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -47,10 +47,8 @@ class Meeting:
         **options: Unpack[StateOptions],
     ) -> ReshardedState:
         """reshard_state_dict among these ranks, all of which call it. deadline: by time.monotonic()."""
-        prepared = Prepared(self.rank, Given(state, destinations, out, **options), None)
-        result = ReshardedState()
-        conversation(self._parent).run(prepared, deadline, result)
-        return result
+        run = StateRun(self.rank, Given(state, destinations, out, **options))
+        return conversation(self._parent).run(run, deadline)
 
     def close(self) -> None:
         """Ends what is in flight, on all ranks."""

@@ -56,7 +56,7 @@ class _Receive(NamedTuple):
     task: int | None
 
 
-class _Side(NamedTuple):
+class _Submitted(NamedTuple):
     """The part of a run that a rank has."""
 
     sends: list[_Send]
@@ -114,12 +114,12 @@ class MeshcastCopyService(CopyService):
         sends, receives = self._sends, self._receives
         self._sends, self._receives = [], []
         merged = _merged(sends)
-        mine = _Side(
+        mine = _Submitted(
             [_Send(tuple(sent.tensor.shape), sent.tensor.dtype, sent.to) for sent in merged],
             [_Receive(tuple(out.shape), out.dtype, source, task) for out, source, task in receives],
         )
         texts = reshard_state_dict({str(self._me): pack(mine)}, group=self.group, timeout=self._timeout)
-        sides = {rank: unpack(_Side, texts[str(rank)]) for rank in self._ranks}
+        sides = {rank: unpack(_Submitted, texts[str(rank)]) for rank in self._ranks}
         with Caller(_OP, self._me):
             found = {rank: _matched(rank, sides) for rank in self._ranks}
         if not any(found.values()):
@@ -170,7 +170,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return one or torch.equal(_bits(a.reshape(-1)), _bits(b.reshape(-1)))
 
 
-def _matched(source: int, sides: Mapping[int, _Side]) -> list[dict[int, int]]:
+def _matched(source: int, sides: Mapping[int, _Submitted]) -> list[dict[int, int]]:
     """Returns {rank: number of its receive} for each tensor that a rank sends. Receives are found by task, or
     by their order where there is none."""
     waiting: dict[tuple[int, int | None], list[int]] = {}

@@ -21,7 +21,7 @@ from ..base.wire import pack, unpack
 from ..errors import Caller, DeadlineExceededError
 from ..groups.store import within
 from ..layout import Layout
-from ..resharding.memory import as_dtensor
+from ..resharding.compiled import as_dtensor
 from ..resharding.state_run import behind, own_stream
 from .meeting import Meeting
 
@@ -30,11 +30,11 @@ __all__ = ["MeshcastTransport"]
 T = TypeVar("T")
 
 _OP = "MeshcastTransport"
-_OFFER = f"{_OP} offer"  # in the store of a sender: an `_Offer`
+_OFFER = f"{_OP} offer"  # in the store of a sender: an `_OpenCheckpoint`
 _PAUSE = 0.02  # seconds between two looks for a checkpoint
 
 
-class _Offer(NamedTuple):
+class _OpenCheckpoint(NamedTuple):
     """A checkpoint that receivers may join; without a step there is none. number, size: of the meeting."""
 
     step: int | None = None
@@ -66,7 +66,7 @@ class MeshcastTransport(CheckpointTransport[T]):
         self._state_dict = state_dict
         self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         self._address = f"{hostname or socket.gethostname()}:{self._store.port}"
-        self._store.set(_OFFER, pack(_Offer()))
+        self._store.set(_OFFER, pack(_OpenCheckpoint()))
         self._sent = 0
         self._meeting: Meeting | None = None
         self._sending: threading.Thread | None = None
@@ -95,7 +95,7 @@ class MeshcastTransport(CheckpointTransport[T]):
         self._sent += 1
         number, size, stream = self._sent, 1 + len(dst_ranks), own_stream()
         meeting = self._meeting = Meeting(self._store, _name(number), size, 0, limit)
-        self._store.set(_OFFER, pack(_Offer(step, number, size)))
+        self._store.set(_OFFER, pack(_OpenCheckpoint(step, number, size)))
 
         def send() -> None:
             try:
@@ -108,7 +108,7 @@ class MeshcastTransport(CheckpointTransport[T]):
                 log.warning(
                     "%s: the checkpoint of step %d did not reach replicas %s: %s", _OP, step, dst_ranks, error
                 )
-            self._store.set(_OFFER, pack(_Offer()))
+            self._store.set(_OFFER, pack(_OpenCheckpoint()))
             self._store.delete_key(_seats(number))
             meeting.close()
 
@@ -175,7 +175,7 @@ class MeshcastTransport(CheckpointTransport[T]):
         none by the deadline."""
         tried = 0  # number of a meeting whose seats are taken
         while True:
-            offer = unpack(_Offer, store.get(_OFFER).decode())
+            offer = unpack(_OpenCheckpoint, store.get(_OFFER).decode())
             if offer.step == step and offer.number != tried:
                 tried = offer.number
                 seat = store.add(_seats(tried), 1)

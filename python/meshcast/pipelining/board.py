@@ -112,7 +112,7 @@ class PipelineBoard:
         self._network = Network(interfaces()[0], timeout or 60.0)
         self._known = _C.KnownOffers()  # what they said of it, once all have
         self._has_met = False
-        self._watches = _C.Watches(self._known, lambda text: self._network.watch(json.loads(text)))
+        self._watches = _C.Watches(self._known, self._network.watch)
         self._attempt = talks.attempt
         while True:
             number = talks.count
@@ -133,7 +133,7 @@ class PipelineBoard:
         """A conversation, and in which attempt it was ended, if it was."""
         store = store_of_life(dist.PrefixStore(str(number), self._connection()), len(self.ranks))
         conversation = _C.Conversation(store, self.rank, len(self.ranks))
-        conversation.say("here", json.dumps(self._network.offer()))
+        conversation.say("here", self._network.offer())
         # A rank in its first attempt is past none.
         over = conversation.verdict(_OVER) if self._attempt else ""
         return conversation, json.loads(over)["attempt"] if over else None

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ..base.checks import shown
+from ..base.values import as_text, restored
 from ..errors import AbortedError, LayoutError
-from ..resharding.state_entries import as_text, restored
 
 if TYPE_CHECKING:
     from .schedule import PipelineSchedule

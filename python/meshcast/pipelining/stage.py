@@ -26,7 +26,7 @@ from ..errors import LayoutError
 from ..groups.parent import parent_group
 from ..planning.plan import STRATEGIES, Problem
 from ..topology import Topology
-from ..transfers.gpu import own_obstacle
+from ..transfers.medium import own_obstacle
 from ..transfers.transfer import DEFAULT_OPTIONS, PersistentTransfer, PlanOptions, new_transfer
 from .board import refusals_told
 from .compat import PipelineStageInfo, init_stage, names_of_torch

@@ -22,13 +22,13 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import LayoutError, MeshcastError
 from ..transfers.medium import settled
-from .memory import as_dtensor
+from .compiled import as_dtensor
 
 if TYPE_CHECKING:
     from ..transfers.transfer import Call, CallNumber
     from .compiled import Compiled, TensorMove
 
-__all__ = ["backward", "differentiable_call", "start"]
+__all__ = ["backward", "differentiable_call"]
 
 
 class _Chain:
@@ -287,17 +287,3 @@ def _end(chain: _Chain) -> None:
         if _retained is chain:
             _retained = None
     chain.token = torch.zeros(())
-
-
-def start(
-    compiled: Compiled,
-    xs: Sequence[DTensor | None],
-    limit: float,
-    outs: Sequence[DTensor | None] | None = None,
-    *,
-    driven: bool,
-) -> tuple[list[DTensor], Call | None]:
-    """Starts a compiled call, with autograd where it was compiled for it. driven: who calls waits at once."""
-    if compiled.differentiable and outs is None:
-        return differentiable_call(compiled, xs, limit, driven=driven)
-    return compiled.begin(xs, limit, outs, driven=driven)

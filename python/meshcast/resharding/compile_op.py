@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..base.cache import Cache
 from ..errors import LayoutError, MeshcastError
 from ..transfers.handle import CallNumber
 
@@ -39,7 +40,7 @@ class _Registered:
 
     def __init__(self, compiled: weakref.ref[Compiled], limit: float) -> None:
         self.compiled, self.limit = compiled, limit
-        self._agreed: dict[int, tuple[Any, Any]] = {}  # AgreedPlan, and the core that it was made with
+        self._agreed: Cache[int, tuple[Any, Any]] = Cache(_SLOTS)  # AgreedPlan, and the core it was made with
 
     def token(self, number: CallNumber) -> torch.Tensor:
         """The number of a call for its backward, if it has one."""
@@ -47,8 +48,6 @@ class _Registered:
         if number.agreed is not None:
             slot = number.agreed.slot
             self._agreed[slot] = number.agreed, number.core
-            if len(self._agreed) > _SLOTS:
-                del self._agreed[next(iter(self._agreed))]
         return torch.tensor([number.ordinal, number.run, slot])
 
     def number(self, token: torch.Tensor) -> CallNumber:
@@ -109,7 +108,7 @@ def _called(call: int) -> tuple[Compiled, _Registered]:
 def _run(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:
     compiled, known = _called(call)
     move = compiled.moves[0]
-    out = _empty(move.local_shape, move.dtype, len(move.shape), move.device)
+    out = _empty(move.local_shape, move.dtype, move.ndim, move.device)
     if compiled.transfer is None:
         return out
     source = move.outgoing(local) if move.is_holder else None
@@ -131,7 +130,7 @@ def _run_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch.
     gradient = move.gradient
     if gradient is None:
         raise MeshcastError("torch.ops.meshcast.reshard: the call was compiled without gradient")
-    incoming = _empty(gradient.source_shape, gradient.ends.destination, len(move.shape), move.source_device)
+    incoming = _empty(gradient.source_shape, gradient.ends.destination, move.ndim, move.source_device)
     if compiled.transfer is not None:
         outgoing = None if gradient.destination_shape is None else grad.to(gradient.ends.source)
         target = None if gradient.source_shape is None else incoming
@@ -149,7 +148,7 @@ def _empty(shape: tuple[int, ...] | None, dtype: torch.dtype, ndim: int, device:
 
 def _fake(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:  # noqa: ARG001
     move = _called(call)[0].moves[0]
-    shape = (0,) * len(move.shape) if move.local_shape is None else move.local_shape
+    shape = (0,) * move.ndim if move.local_shape is None else move.local_shape
     return local.new_empty(shape, dtype=move.dtype, device=move.device)
 
 
@@ -157,7 +156,7 @@ def _fake_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch
     move = _called(call)[0].moves[0]
     gradient = move.gradient
     assert gradient is not None
-    shape = (0,) * len(move.shape) if gradient.source_shape is None else gradient.source_shape
+    shape = (0,) * move.ndim if gradient.source_shape is None else gradient.source_shape
     return grad.new_empty(shape, dtype=gradient.dtype, device=move.source_device)
 
 

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..errors import LayoutError
+from ..errors import Caller, LayoutError
 from ..groups.parent import parent_group, seconds
 from ..spec import TensorSpec
 from ..transfers.transfer import PlanOptions
 from .compile_op import new_token, register_call
-from .compiled import compile_call, source_of
-from .meshes import Destination
+from .compiled import ReshardGoal, compile_call
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -88,9 +87,9 @@ def _constant_call(
     found = known.get(full_key)
     if found is None:
         spec = TensorSpec(shape, dtype, source_mesh, source_placements, needs_grad)
-        source = source_of(spec, parent.rank, True, "reshard", spec_inside=True)
-        destination = Destination(mesh, placements, result_dtype)
-        compiled = compile_call(parent, [source], [destination], "reshard", PlanOptions(strategy))
+        goal, options = ReshardGoal(mesh, placements, result_dtype), PlanOptions(strategy)
+        with Caller("reshard", parent.rank):
+            compiled = compile_call(parent, [spec], [goal], "reshard", options, spec_inside=True)
         found = known[full_key] = (register_call(compiled, limit), compiled)
     return found[0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,23 +19,32 @@ from ..groups.parent import ParentGroup
 from ..layout import Layout
 from ..planning.plan import Problem
 from ..spec import TensorSpec
-from ..transfers.gpu import require_gpu
 from ..transfers.handle import Handle
-from ..transfers.medium import REDUCTIONS, Casts, DeviceTypes, Ends, device_types_of, ends_of, settled
+from ..transfers.medium import (
+    REDUCTIONS,
+    Casts,
+    DeviceTypes,
+    Ends,
+    device_types_of,
+    ends_of,
+    require_gpu,
+    settled,
+)
 from ..transfers.transfer import Call, PersistentTransfer, PlanOptions, kept_transfer, new_transfer, ranks_of
-from .memory import as_dtensor, overlaps, storage_of
+from .memory import overlaps, storage_of
 from .meshes import Destination, Source, everywhere, living, positive_placements, slices_called
 
 __all__ = [
     "Compiled",
+    "ReshardGoal",
     "Reduction",
-    "Request",
     "TensorMove",
-    "call_key",
+    "as_dtensor",
     "check_reducible",
     "compile_call",
     "compile_move",
     "compiled_call",
+    "copied",
     "destination_of",
     "handle_of",
     "places_called",
@@ -47,7 +56,7 @@ __all__ = [
 ]
 
 
-def check_reducible(layout: Layout, dtype: torch.dtype, op: str) -> None:
+def check_reducible(layout: Layout, dtype: torch.dtype) -> None:
     """Raises LayoutError where partial values of this type cannot be reduced. A Partial mesh dimension of one
     rank reduces nothing."""
     if not layout.has_partial:
@@ -57,7 +66,7 @@ def check_reducible(layout: Layout, dtype: torch.dtype, op: str) -> None:
             continue
         if placement.reduce_op not in REDUCTIONS.get(dtype, ()):
             raise LayoutError(
-                f"{op}: a source of dtype {dtype} cannot be reduced by Partial({placement.reduce_op!r})"
+                f"a source of dtype {dtype} cannot be reduced by Partial({placement.reduce_op!r})"
             )
 
 
@@ -67,6 +76,30 @@ def reduced_layout(layout: Layout) -> Layout:
         return layout
     ranks = torch.tensor(layout.ranks).reshape(layout.mesh_shape)
     return Layout(ranks, [Replicate() if isinstance(p, Partial) else p for p in layout.placements])
+
+
+def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """The DTensor of `spec` whose part on this rank is `local`; no gradients flow into it.
+
+    `DTensor(...)` is the same, but its first call in a process imports torch._dynamo: 0.5 s and 29 MiB with
+    torch 2.13, of no other use to a rank that only receives. What does so is `__init__`, which has work only
+    inside torch.export."""
+    if torch.compiler.is_exporting():
+        return DTensor(local, spec, requires_grad=False)
+    made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return made
+
+
+def copied(x: Any) -> Any:
+    """A copy of a tensor, with a gradient where x has one and gradients are recorded; what is no tensor is
+    returned as it is."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    if x.requires_grad and torch.is_grad_enabled():
+        return x.clone()
+    if not isinstance(x, DTensor):
+        return x.detach().clone()
+    return as_dtensor(x._local_tensor.detach().clone(), x._spec)
 
 
 @dataclass(frozen=True)
@@ -114,38 +147,41 @@ def tensor_spec(mesh: DeviceMesh, layout: Layout, shape: tuple[int, ...], dtype:
 class Gradient:
     """The move of the gradient back to the source. Shapes are this rank's shards, None outside the mesh."""
 
+    problem: Problem  # in the narrower type of both gradients
     destination_placements: tuple[Placement, ...]
     destination_shape: tuple[int, ...] | None
     source_shape: tuple[int, ...] | None
     spec: DTensorSpec  # of the source's gradient
-    dtype: torch.dtype  # likewise
-    wire_dtype: torch.dtype  # the narrower one of both gradients
+    dtype: torch.dtype  # of the source's gradient
     ends: Ends  # of the backward transfer
     scale: float
 
 
 @dataclass(frozen=True)
 class TensorMove:
-    """One tensor of a call on this rank. local_shape: of the result here, None outside its mesh. wire_dtype:
-    what travels; ends: what the transfer is given and fills, itself casting where they differ.
-    device_types: of source and result; devices: where this rank makes tensors there, "cuda"
-    being the current GPU, None torch's default."""
+    """One tensor of a call on this rank. problem: what travels; ends: what the transfer is given and fills,
+    itself casting where they differ from that. spec, dtype: of the result; local_shape: of its part here,
+    None outside its mesh. device_types: of source and result; devices: where this rank makes tensors there,
+    "cuda" being the current GPU, None torch's default."""
 
+    problem: Problem
     spec: DTensorSpec
-    shape: tuple[int, ...]
     dtype: torch.dtype
     local_shape: tuple[int, ...] | None
-    wire_dtype: torch.dtype
     ends: Ends
     is_holder: bool
     reduction: Reduction | None
     gradient: Gradient | None
-    device_types: DeviceTypes = ("cpu", "cpu")
-    devices: tuple[str | None, str | None] = (None, None)
+    device_types: DeviceTypes
+    devices: tuple[str | None, str | None]
 
     @property
     def takes_part(self) -> bool:
         return self.is_holder or self.local_shape is not None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.problem.shape)
 
     @property
     def device(self) -> str | None:
@@ -160,7 +196,7 @@ class TensorMove:
     def shell(self, dtype: torch.dtype, device: str | None) -> torch.Tensor:
         """Local tensor of a rank outside the mesh: no elements, but the global number of dimensions, which
         gradients need."""
-        return torch.zeros((0,) * len(self.shape), dtype=dtype, device=device)
+        return torch.zeros((0,) * self.ndim, dtype=dtype, device=device)
 
     def allocate(self) -> DTensor:
         """The result, not yet filled."""
@@ -178,50 +214,106 @@ class TensorMove:
         return local if local.dtype == self.ends.source else local.to(self.ends.source)
 
 
-def compile_move(
-    rank: int, source: Source, destination: Destination, op: str
-) -> tuple[TensorMove, Problem, Problem | None]:
-    """The move, its problem, and that of its gradient. Raises LayoutError for what is wrong with them."""
-    shape, mesh = source.shape, destination.mesh
-    dtype = destination.dtype or source.dtype
-    device_types = device_types_of(source.device_type, mesh.device_type, op)
-    check_reducible(source.layout, source.dtype, op)
-    sent = source.layout if source.reduced_on_the_way else reduced_layout(source.layout)
-    made = Layout(mesh, positive_placements(destination.placements, len(shape)))
+class ReshardGoal(NamedTuple):
+    """The result that a call asks for one tensor, unchecked."""
+
+    mesh: Any
+    placements: Any
+    dtype: Any = None
+    grad_placements: Any = None
+
+
+def source_of(
+    x: Any,
+    rank: int,
+    needs_grad: bool,
+    *,
+    spec_inside: bool = False,
+    ranks_of: Callable[[DeviceMesh], Any] = lambda mesh: mesh,
+) -> Source:
+    """Checks a source. spec_inside: ranks that hold the tensor may give its spec as well. ranks_of(mesh): as
+    Layout takes them."""
+    if isinstance(x, DTensor):
+        spec: DTensorSpec = x._spec
+        order = getattr(spec, "shard_order", None)
+        if order and any(tuple(sorted(entry.mesh_dims)) != tuple(entry.mesh_dims) for entry in order):
+            raise LayoutError(
+                f"the source shards a dimension over mesh dimensions in the order {order}; "
+                "redistribute it first"
+            )
+        mesh = x.device_mesh
+    elif isinstance(x, TensorSpec):
+        mesh = x.mesh
+        if not isinstance(mesh, DeviceMesh):
+            raise LayoutError(f"TensorSpec.mesh must be a DeviceMesh, found {type(mesh).__name__}")
+        if not spec_inside and rank in mesh.mesh.flatten().tolist():
+            raise LayoutError(
+                f"rank {rank} is in the source mesh and must pass its DTensor; a TensorSpec is for ranks "
+                "outside"
+            )
+    else:
+        raise LayoutError(f"x must be a DTensor or a meshcast.TensorSpec, found {type(x).__name__}")
+    layout = Layout(ranks_of(mesh), positive_placements(x.placements, len(x.shape)))
+    needs_grad = needs_grad and x.requires_grad
+    return Source(tuple(x.shape), x.dtype, layout, mesh, needs_grad, device_type=mesh.device_type)
+
+
+def destination_of(goal: ReshardGoal, source: Source, lost: Sequence[int] = ()) -> Destination:
+    """Checks a goal. lost: ranks of the source mesh that hold nothing any more."""
+    mesh, placements, dtype, grad_placements = goal
+    if not isinstance(mesh, DeviceMesh):
+        raise LayoutError(f"mesh must be a DeviceMesh, found {type(mesh).__name__}")
+    if isinstance(placements, str) or not isinstance(placements, Iterable):
+        raise LayoutError(
+            f"placements must be a sequence with one placement per mesh dimension, found {placements!r}"
+        )
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise LayoutError(f"dtype must be a torch.dtype, found {dtype!r}")
+    ndim = len(source.shape)
+    made = Layout(mesh, positive_placements(tuple(placements), ndim))
     if made.has_partial:
         raise LayoutError(
-            f"{op}: destination placements {tuple(destination.placements)} hold Partial; ask for Replicate "
-            "or Shard instead"
+            f"destination placements {tuple(made.placements)} hold Partial; ask for Replicate or Shard "
+            "instead"
         )
+    back = made
+    if grad_placements is not None:
+        back = Layout(mesh, positive_placements(tuple(grad_placements), ndim))
+    assert source.mesh is not None
+    slices = slices_called(source.mesh, mesh, lost)
+    return Destination(mesh, made, back, dtype or source.dtype, slices)
+
+
+def compile_move(rank: int, source: Source, destination: Destination) -> TensorMove:
+    """The move of one tensor. Raises LayoutError for what cannot be moved so."""
+    shape, dtype, mesh = source.shape, destination.dtype, destination.mesh
+    device_types = device_types_of(source.device_type, mesh.device_type)
+    check_reducible(source.layout, source.dtype)
+    sent = source.layout if source.reduced_on_the_way else reduced_layout(source.layout)
     if dtype.is_floating_point < source.dtype.is_floating_point and source.needs_grad:
-        raise LayoutError(f"{op}: a value with gradient cannot become {dtype}; detach it first")
-    wire = wire_dtype(source, dtype)
-    src, dst = everywhere(sent, source.slices), everywhere(made, destination.slices)
+        raise LayoutError(f"a value with gradient cannot become {dtype}; detach it first")
+    src = everywhere(sent, destination.slices[0])
+    dst = destination.wanted
+    problem = Problem(shape, wire_dtype(source, dtype), src, dst)
     local_shape = dst.local_shapes(shape).get(rank)
     is_holder = src.local_shapes(shape).get(rank) is not None
     if "cuda" in (device_types[0] if is_holder else "", device_types[1] if local_shape is not None else ""):
-        require_gpu(op, copies_only=device_types != ("cuda", "cuda"))
-    gradient = backward = None
-    if source.needs_grad:
-        narrow = min(dtype, source.dtype, key=lambda t: t.itemsize)
-        gradient, backward = _gradient(rank, source, destination, made, dtype, narrow, op)
+        require_gpu(copies_only=device_types != ("cuda", "cuda"))
     reduction = None
     if sent is not source.layout and is_holder and source.mesh is not None:
-        reduction = reduction_inside(source.mesh, source.layout, source.shape, source.dtype)
-    move = TensorMove(
-        tensor_spec(mesh, made, shape, dtype),
-        shape,
+        reduction = reduction_inside(source.mesh, source.layout, shape, source.dtype)
+    return TensorMove(
+        problem,
+        tensor_spec(mesh, destination.layout, shape, dtype),
         dtype,
         local_shape,
-        wire,
-        ends_of(source.dtype, wire, dtype, device_types),
+        ends_of(source.dtype, problem.dtype, dtype, device_types),
         is_holder,
         reduction,
-        gradient,
+        _gradient(rank, source, destination) if source.needs_grad else None,
         device_types,
         _devices(device_types),
     )
-    return move, Problem(shape, wire, src, dst), backward
 
 
 def _devices(device_types: DeviceTypes) -> tuple[str | None, str | None]:
@@ -242,59 +334,44 @@ def wire_dtype(source: Source, dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _gradient(
-    rank: int,
-    source: Source,
-    destination: Destination,
-    made: Layout,
-    dtype: torch.dtype,
-    wire: torch.dtype,
-    op: str,
-) -> tuple[Gradient, Problem]:
-    """The reverse problem: destination mesh to source mesh, from a gradient of `dtype`. A Partial source is a
-    sum over its mesh dimension, so the gradient of each summand is the whole gradient, Replicate; of an
-    average of n, one nth of it. made: the layout of the result."""
+def _gradient(rank: int, source: Source, destination: Destination) -> Gradient:
+    """The reverse move: destination mesh to source mesh, from a gradient of the result's type. A Partial
+    source is a sum over its mesh dimension, so the gradient of each summand is the whole gradient, Replicate;
+    of an average of n, one nth of it."""
     assert source.mesh is not None
-    src = source.layout
-    ndim, scale = len(source.shape), 1.0
+    src, scale = source.layout, 1.0
     for size, placement in zip(src.mesh_shape, src.placements, strict=True):
         if isinstance(placement, Partial):
             if placement.reduce_op not in ("sum", "avg"):
                 raise LayoutError(
-                    f"{op}: no gradient through {placement}; only Partial('sum') and Partial('avg') have one"
+                    f"no gradient through {placement}; only Partial('sum') and Partial('avg') have one"
                 )
             scale /= size if placement.reduce_op == "avg" else 1
-    mesh, asked = destination.mesh, destination.grad_placements
-    forth = tuple(made.placements) if asked is None else positive_placements(asked, ndim)
-    outgoing = Layout(mesh, forth)
+    outgoing, incoming = destination.gradient, reduced_layout(src)
     if outgoing.has_partial:
         raise LayoutError(
-            f"{op}: grad_placements {tuple(forth)} hold Partial; ask for Replicate or Shard instead"
+            f"grad_placements {tuple(outgoing.placements)} hold Partial; ask for Replicate or Shard instead"
         )
-    incoming = reduced_layout(src)
-    gradient = Gradient(
-        destination_placements=forth,
-        destination_shape=outgoing.local_shapes(source.shape).get(rank),
-        source_shape=incoming.local_shapes(source.shape).get(rank),
-        spec=tensor_spec(source.mesh, incoming, source.shape, source.dtype),
+    shape, dtype, (at_source, at_destination) = source.shape, destination.dtype, destination.slices
+    wire = min(dtype, source.dtype, key=lambda t: t.itemsize)
+    return Gradient(
+        problem=Problem(shape, wire, everywhere(outgoing, at_destination), everywhere(incoming, at_source)),
+        destination_placements=tuple(outgoing.placements),
+        destination_shape=outgoing.local_shapes(shape).get(rank),
+        source_shape=incoming.local_shapes(shape).get(rank),
+        spec=tensor_spec(source.mesh, incoming, shape, source.dtype),
         dtype=source.dtype,
-        wire_dtype=wire,
-        ends=ends_of(dtype, wire, source.dtype, (mesh.device_type, source.device_type), scale),
+        ends=ends_of(dtype, wire, source.dtype, (destination.mesh.device_type, source.device_type), scale),
         scale=scale,
     )
-    whole = everywhere(outgoing, destination.slices), everywhere(incoming, source.slices)
-    return gradient, Problem(source.shape, wire, *whole)
 
 
 class Compiled:
     """One kind of call. transfer is None on a rank of no mesh, which only gets shells."""
 
-    def __init__(
-        self, moves: Sequence[TensorMove], transfer: PersistentTransfer | None, problems: Sequence[Problem]
-    ) -> None:
+    def __init__(self, moves: Sequence[TensorMove], transfer: PersistentTransfer | None) -> None:
         self.moves = tuple(moves)
         self.transfer = transfer
-        self.problems = list(problems)
         # Positions of the moves that the backward transfer carries.
         self.differentiable = tuple(i for i, move in enumerate(moves) if move.gradient is not None)
 
@@ -306,34 +383,29 @@ class Compiled:
         self,
         xs: Sequence[DTensor | None],
         timeout: float,
-        outs: Sequence[DTensor | None] | None = None,
+        out: DTensor | None = None,
         *,
         driven: bool = False,
     ) -> tuple[list[DTensor], Call | None]:
         """Starts the transfer of xs, one per move (None on ranks outside the source). The results' local
-        tensors are filled once the call has been waited for: new ones, or those of `outs`.
-        driven: the caller waits at once."""
+        tensors are filled once the call has been waited for: new ones, or that of `out`, where there is one
+        move. driven: the caller waits at once."""
         results, sources, targets = [], [], []
         cast: list[tuple[torch.Tensor, torch.Tensor]] = []
-        written: list[torch.Tensor] = []
-        for index, (move, x) in enumerate(zip(self.moves, xs, strict=True)):
-            out = None if outs is None else outs[index]
+        for move, x in zip(self.moves, xs, strict=True):
             result = move.allocate() if out is None else out
             results.append(result)
             source = move.outgoing(x._local_tensor) if move.is_holder and x is not None else None
             target = None
             if move.local_shape is not None:
-                local = result._local_tensor
-                target = local
+                local = target = result._local_tensor
                 if move.ends.destination != move.dtype:
                     kind = move.ends.destination
                     target = torch.empty(move.local_shape, dtype=kind, device=move.device)
                     cast.append((local, target))
-                if out is not None:
-                    written += (out, local)
-                    if source is not None and overlaps(source, target):
-                        # Neighbours would read what already came in from others.
-                        source = source.clone()
+                if out is not None and source is not None and overlaps(source, target):
+                    # Neighbours would read what already came in from others.
+                    source = source.clone()
             sources.append(source)
             targets.append(target)
         if self.transfer is None:
@@ -341,76 +413,51 @@ class Compiled:
         call = self.transfer.launch(sources, targets, timeout, driven=driven)
         for local, target in cast:
             call.copy_at_end(local, target)
-        for tensor in written:
-            call.wrote(tensor)
+        if out is not None and self.moves[0].local_shape is not None:
+            call.wrote(out)
+            call.wrote(out._local_tensor)
         return results, call
-
-
-def _moves(
-    parent: ParentGroup, sources: Sequence[Source], destinations: Sequence[Destination], op: str
-) -> tuple[list[TensorMove], list[Problem], list[Problem] | None]:
-    """Moves, their problems, and those of the backward transfer (None without any gradient). Raises
-    LayoutError for what is wrong with the arguments."""
-    moves, problems = [], []
-    backward: list[Problem] = []
-    for source, destination in zip(sources, destinations, strict=True):
-        move, problem, reverse = compile_move(parent.rank, source, destination, op)
-        moves.append(move)
-        problems.append(problem)
-        if reverse is not None:
-            backward.append(reverse)
-    if len({move.device_types for move in moves}) > 1:
-        raise LayoutError(f"{op}: some tensors are on cpu and some on cuda; move them in separate calls")
-    return moves, problems, backward or None
 
 
 def compile_call(
     parent: ParentGroup,
-    sources: Sequence[Source],
-    destinations: Sequence[Destination],
+    xs: Sequence[Any],
+    goals: Sequence[ReshardGoal],
     op: str,
     options: PlanOptions,
     *,
+    needs_grad: bool = True,
+    spec_inside: bool = False,
     kept: bool = True,
     lost: Sequence[int] = (),
 ) -> Compiled:
-    """Checks the arguments and compiles. kept: other calls of this kind share the transfer and what was
-    agreed on. lost: ranks of source meshes that hold nothing any more. Raises LayoutError before any byte
-    moves."""
-    sources, destinations = _with_slices(sources, destinations, lost)
+    """Checks what was given and compiles it. Raises LayoutError before any byte moves.
+
+    needs_grad: tensors that require a gradient get one. spec_inside: see source_of(). kept: other calls of
+    this kind share the transfer and what was agreed on. lost: ranks of source meshes that hold nothing any
+    more."""
+    sources = [source_of(x, parent.rank, needs_grad, spec_inside=spec_inside) for x in xs]
+    destinations = [destination_of(goal, source, lost) for goal, source in zip(goals, sources, strict=True)]
     if lost:
-        sources = living(sources, destinations, lost, parent.rank, op)
-    moves, problems, backward = _moves(parent, sources, destinations, op)
-    transfer = None
-    if any(move.takes_part for move in moves):
-        make = kept_transfer if kept else new_transfer
-        transfer = make(
-            parent,
-            problems,
-            op,
-            options,
-            backward=backward,
-            device_types=moves[0].device_types,
-            casts=_casts(moves),
-        )
-    else:
-        parent.private(ranks_of(problems), op)  # the ranks must exist here as well
-    return Compiled(moves, transfer, problems)
-
-
-def _with_slices(
-    sources: Sequence[Source], destinations: Sequence[Destination], lost: Sequence[int]
-) -> tuple[list[Source], list[Destination]]:
-    """With the slices of their meshes that each call has."""
-    out: tuple[list[Source], list[Destination]] = ([], [])
-    for source, destination in zip(sources, destinations, strict=True):
-        if source.mesh is not None:
-            first, second = slices_called(source.mesh, destination.mesh, lost)
-            source = replace(source, slices=first)
-            destination = replace(destination, slices=second)
-        out[0].append(source)
-        out[1].append(destination)
-    return out
+        sources = living(sources, destinations, lost)
+    moves = [compile_move(parent.rank, *sides) for sides in zip(sources, destinations, strict=True)]
+    if len({move.device_types for move in moves}) > 1:
+        raise LayoutError("some tensors are on cpu and some on cuda; move them in separate calls")
+    problems = [move.problem for move in moves]
+    if not any(move.takes_part for move in moves):
+        parent.private(ranks_of(problems))  # the ranks must exist here as well
+        return Compiled(moves, None)
+    backward = [move.gradient.problem for move in moves if move.gradient is not None]
+    transfer = (kept_transfer if kept else new_transfer)(
+        parent,
+        problems,
+        op,
+        options,
+        backward=backward or None,
+        device_types=moves[0].device_types,
+        casts=_casts(moves),
+    )
+    return Compiled(moves, transfer)
 
 
 def _casts(moves: Sequence[TensorMove]) -> Casts | None:
@@ -421,34 +468,35 @@ def _casts(moves: Sequence[TensorMove]) -> Casts | None:
     return Casts(forth, back) if casts else None
 
 
-_KEPT_CALLS = 1024
-
-
-class Request(NamedTuple):
-    """One tensor of a call as its caller gave it, unchecked."""
-
-    x: Any
-    mesh: Any
-    placements: Any
-    dtype: Any = None
-    grad_placements: Any = None
-
-
-def call_key(request: Request, needs_grad: bool) -> Any:
-    """Equal for requests that compile to the same; None, or what has no hash, for arguments that are wrong
-    anyway."""
-    x, grad_placements = request.x, request.grad_placements
+def compiled_call(
+    parent: ParentGroup,
+    xs: Sequence[Any],
+    goals: Sequence[ReshardGoal],
+    op: str,
+    options: PlanOptions,
+    lost: Sequence[int],
+) -> Compiled:
+    """The call compiled: by an earlier call of the same kind, or now."""
+    records = torch.is_grad_enabled()
+    key: Any = None
     try:
-        destination = (
-            request.mesh,
-            tuple(request.placements),
-            request.dtype,
-            None if grad_placements is None else tuple(grad_placements),
-        )
-        source = x._spec if isinstance(x, DTensor) else (x.shape, x.dtype, x.mesh, x.placements)
-        return (source, needs_grad and x.requires_grad, *destination)
-    except Exception:  # compiling them says what is wrong
-        return None
+        key = (op, lost, options, *[_kind(x, goal, records) for x, goal in zip(xs, goals, strict=True)])
+        found: Compiled | None = parent.compiled.get(key)
+    except Exception:  # what has no hash or lacks something: compiling says what is wrong with it
+        found = None
+    if found is None:
+        found = compile_call(parent, xs, goals, op, options, needs_grad=records, lost=lost)
+        if key is not None:
+            parent.compiled[key] = found  # what was compiled has a key that can be hashed
+    return found
+
+
+def _kind(x: Any, goal: ReshardGoal, records: bool) -> Any:
+    """Equal for what compiles to the same."""
+    mesh, placements, dtype, grad_placements = goal
+    source = x._spec if isinstance(x, DTensor) else (x.shape, x.dtype, x.mesh, x.placements)
+    back = None if grad_placements is None else tuple(grad_placements)
+    return source, records and x.requires_grad, mesh, tuple(placements), dtype, back
 
 
 def places_called(source: Any, destination: Any, lost: Sequence[int] = ()) -> list[Any]:
@@ -466,28 +514,6 @@ def _mesh_of(place: Any) -> Any:
     return place.device_mesh if isinstance(place, DTensor) else place.mesh
 
 
-def compiled_call(
-    parent: ParentGroup,
-    requests: Sequence[Request],
-    key: Any,
-    op: str,
-    options: PlanOptions,
-    lost: Sequence[int] = (),
-) -> Compiled:
-    """Compiles the requests under `key` (None: not kept). lost: ranks of source meshes that hold nothing any
-    more."""
-    needs_grad = torch.is_grad_enabled()
-    sources = [source_of(request.x, parent.rank, needs_grad, op) for request in requests]
-    destinations = [destination_of(request, op) for request in requests]
-    compiled = compile_call(parent, sources, destinations, op, options, lost=lost)
-    if key is not None:
-        # What was compiled has a key that can be hashed.
-        if len(parent.compiled) >= _KEPT_CALLS:
-            parent.compiled.pop(next(iter(parent.compiled)), None)  # the oldest
-        parent.compiled[key] = compiled
-    return compiled
-
-
 def handle_of(
     call: Call | None,
     result: Any,
@@ -503,56 +529,3 @@ def handle_of(
         given = [x for x in given if storage_of(x._local_tensor) != written]
     sources = [tensor for x in given for tensor in (x, x._local_tensor)]
     return Handle(call, result, compiled.bound, sources)
-
-
-def source_of(
-    x: Any,
-    rank: int,
-    needs_grad: bool,
-    op: str,
-    *,
-    spec_inside: bool = False,
-    ranks_of: Callable[[DeviceMesh], Any] = lambda mesh: mesh,
-) -> Source:
-    """Checks a source. spec_inside: ranks that hold the tensor may give its spec as well. ranks_of(mesh): as
-    Layout takes them."""
-    if isinstance(x, DTensor):
-        spec: DTensorSpec = x._spec
-        order = getattr(spec, "shard_order", None)
-        if order and any(tuple(sorted(entry.mesh_dims)) != tuple(entry.mesh_dims) for entry in order):
-            raise LayoutError(
-                f"{op}: the source shards a dimension over mesh dimensions in the order {order}; "
-                "redistribute it first"
-            )
-        shape, dtype, mesh, placements = tuple(x.shape), x.dtype, x.device_mesh, x.placements
-    elif isinstance(x, TensorSpec):
-        if not isinstance(x.mesh, DeviceMesh):
-            raise LayoutError(f"{op}: TensorSpec.mesh must be a DeviceMesh, found {type(x.mesh).__name__}")
-        if not spec_inside and rank in x.mesh.mesh.flatten().tolist():
-            raise LayoutError(
-                f"{op}: rank {rank} is in the source mesh and must pass its DTensor; a TensorSpec "
-                "is for ranks outside",
-                rank=rank,
-                op=op,
-            )
-        shape, dtype, mesh, placements = tuple(x.shape), x.dtype, x.mesh, tuple(x.placements)
-    else:
-        raise LayoutError(f"{op}: x must be a DTensor or a meshcast.TensorSpec, found {type(x).__name__}")
-    layout = Layout(ranks_of(mesh), positive_placements(placements, len(shape)))
-    return Source(shape, dtype, layout, mesh, needs_grad and x.requires_grad, device_type=mesh.device_type)
-
-
-def destination_of(request: Request, op: str) -> Destination:
-    mesh, placements, dtype = request.mesh, request.placements, request.dtype
-    if not isinstance(mesh, DeviceMesh):
-        raise LayoutError(f"{op}: mesh must be a DeviceMesh, found {type(mesh).__name__}")
-    if isinstance(placements, str) or not isinstance(placements, Iterable):
-        raise LayoutError(
-            f"{op}: placements must be a sequence with one placement per mesh dimension, found {placements!r}"
-        )
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise LayoutError(f"{op}: dtype must be a torch.dtype, found {dtype!r}")
-    grad_placements = request.grad_placements
-    return Destination(
-        mesh, tuple(placements), dtype, None if grad_placements is None else tuple(grad_placements)
-    )

@@ -12,16 +12,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..errors import Caller, LayoutError, MeshcastError
+from ..errors import Caller, LayoutError
 from ..groups.parent import ParentGroup
 from ..transfers.handle import Handle
-from ..transfers.transfer import Call
-from .compiled import Request, compile_move, destination_of, source_of
+from ..transfers.transfer import PlanOptions
+from .compiled import ReshardGoal, compile_move, destination_of, source_of
 from .meshes import slices_called
 from .state_arguments import Given
-from .state_batches import Known
-from .state_entries import OP
-from .state_run import Conversation, Prepared, ReshardedState, conversation, started
+from .state_run import ReshardedState, StateRun, conversation, started
 
 __all__ = ["Digested"]
 
@@ -35,77 +33,81 @@ class Digested:
         self,
         parent: ParentGroup,
         op: str,
-        requests: Sequence[Request],
+        xs: Sequence[Any],
+        goals: Sequence[ReshardGoal],
         out: Any,
         lost: Sequence[int],
-        strategy: str,
-        topology: Any,
+        options: PlanOptions,
     ) -> None:
         """Raises LayoutError where the ranks of the call are not known from its arguments. What else is wrong
         with them is told to these ranks."""
         self._parent, self._op = parent, op
-        self._names = ["x"] if op != "reshard_many" else [f"xs[{index}]" for index in range(len(requests))]
-        self._without, self._inside = self._others(requests, lost)
+        self._names = ["x"] if op != "reshard_many" else [f"xs[{index}]" for index in range(len(xs))]
+        self._without, self._inside = self._others(xs, goals, lost)
         self._given, self._wrong = Given(None, None), None
         self._shells: list[DTensor] = []
         try:
-            self._given = self._checked(requests, out, lost, strategy, topology)
+            self._given = self._checked(xs, goals, out, lost, options)
         except Exception as error:
             self._wrong = Caller(op, parent.rank).typed(error)
 
-    def _others(self, requests: Sequence[Request], lost: Sequence[int]) -> tuple[set[int], bool]:
+    def _others(
+        self, xs: Sequence[Any], goals: Sequence[ReshardGoal], lost: Sequence[int]
+    ) -> tuple[set[int], bool]:
         """Ranks of the group that the call has nothing to do with, and whether this rank is in it."""
         ranks: set[int] = set()
-        for x, mesh, *_ in requests:
+        for x, (mesh, *_) in zip(xs, goals, strict=True):
             at = x.device_mesh if isinstance(x, DTensor) else getattr(x, "mesh", None)
             if not (isinstance(at, DeviceMesh) and isinstance(mesh, DeviceMesh)):
                 raise LayoutError(
-                    f"{self._op}: expected a DTensor or a meshcast.TensorSpec, and a DeviceMesh to move "
-                    f"it to, found {type(x).__name__} and {type(mesh).__name__}"
+                    "expected a DTensor or a meshcast.TensorSpec, and a DeviceMesh to move it to, found "
+                    f"{type(x).__name__} and {type(mesh).__name__}"
                 )
             for side in slices_called(at, mesh, lost):
                 ranks.update(itertools.chain(*side))
         outside = ranks.difference(self._parent.ranks, lost)
         if outside:
             raise LayoutError(
-                f"{self._op}: ranks {sorted(outside)} are not in the group; pass group= a group that holds "
-                "all meshes"
+                f"ranks {sorted(outside)} are not in the group; pass group= a group that holds all meshes"
             )
         ranks.difference_update(lost)
         return set(self._parent.ranks.difference(ranks)), self._parent.rank in ranks
 
     def _checked(
-        self, requests: Sequence[Request], out: Any, lost: Sequence[int], strategy: str, topology: Any
+        self,
+        xs: Sequence[Any],
+        goals: Sequence[ReshardGoal],
+        out: Any,
+        lost: Sequence[int],
+        options: PlanOptions,
     ) -> Given:
-        op, where, dtypes = self._op, {}, {}
-        if torch.is_grad_enabled() and any(request.x.requires_grad for request in requests):
-            raise LayoutError(
-                f"{op}: with digest=True no gradient is recorded; call it under torch.no_grad()"
-            )
-        for name, request in zip(self._names, requests, strict=True):
-            source = source_of(request.x, self._parent.rank, False, op)
-            destination = destination_of(request, op)
-            where[name] = (destination.mesh, destination.placements)
-            dtype = destination.dtype or source.dtype
+        where, dtypes = {}, {}
+        if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+            raise LayoutError("with digest=True no gradient is recorded; call it under torch.no_grad()")
+        for name, x, goal in zip(self._names, xs, goals, strict=True):
+            source = source_of(x, self._parent.rank, False)
+            destination = destination_of(goal, source, lost)
+            where[name] = (destination.mesh, tuple(destination.layout.placements))
+            dtype = destination.dtype
             if dtype != source.dtype:
                 if not (dtype.is_floating_point and source.dtype.is_floating_point):
                     raise LayoutError(
-                        f"{op}: with digest=True only floating-point tensors are cast, found {source.dtype} "
-                        f"to {dtype}"
+                        f"with digest=True only floating-point tensors are cast, found {source.dtype} to "
+                        f"{dtype}"
                     )
                 dtypes[name] = dtype
-            move, *_ = compile_move(self._parent.rank, source, destination, op)  # checks both as well
+            move = compile_move(self._parent.rank, source, destination)  # checks both as well
             if not self._inside:
                 self._shells.append(move.allocate())
         here = isinstance(out, DTensor) and self._parent.rank in out.device_mesh.mesh
         return Given(
-            dict(zip(self._names, (request.x for request in requests), strict=True)),
+            dict(zip(self._names, xs, strict=True)),
             where,
             {"x": out} if here else None,
             dtype=dtypes or None,
             digest=True,
-            strategy=strategy,
-            topology=topology,
+            strategy=options.strategy,
+            topology=options.topology,
             lost=tuple((rank, rank) for rank in lost),
         )
 
@@ -113,48 +115,27 @@ class Digested:
         """limit: seconds. Blocks; the results in order."""
         if not self._inside:
             return self._shells_only()
-        result, deadline = ReshardedState(), time.monotonic() + limit
-        self._named(conversation(self._parent, self._without), self._prepared(), deadline, result)
-        return self._results(result)
+        deadline = time.monotonic() + limit
+        return self._results(conversation(self._parent, self._without).run(self._prepared(), deadline))
 
     def start(self, limit: float, answer: Callable[[list[DTensor]], T], copy: bool) -> Handle[T]:
         """The same in the background, in an order with other such calls. answer: from the results what the
         handle gives. copy: of the sources, at once."""
         if not self._inside:
             return Handle(None, answer(self._shells_only()), lambda: 0.0)
-        prepared = self._prepared()
-
-        def run(talk: Conversation, deadline: float, result: ReshardedState) -> tuple[Known, list[Call]]:
-            return self._named(talk, prepared, deadline, result)
-
-        begun = started(self._parent, prepared, limit, run, self._without, copy)
-        if prepared.refused is not None:
-            raise self._called(prepared.refused)
+        run = self._prepared()
+        begun = started(self._parent, run, limit, lost=self._without, copy=copy)
+        if run.refused is not None:
+            raise run.refused
         return _Answer(begun, lambda result: answer(self._results(result)))
 
-    def _prepared(self) -> Prepared:
-        return Prepared(self._parent.rank, self._given, None, wrong=self._wrong)
+    def _prepared(self) -> StateRun:
+        return StateRun(self._parent.rank, self._given, op=self._op, wrong=self._wrong)
 
     def _shells_only(self) -> list[DTensor]:
         if self._wrong is not None:
             raise self._wrong
         return self._shells
-
-    def _called(self, error: Exception) -> Exception:
-        """The error of the call inside, from now on one of this operation."""
-        if isinstance(error, MeshcastError):
-            error.args = (str(error).replace(OP, self._op),)
-            error.op = self._op if error.op == OP else error.op
-        return error
-
-    def _named(
-        self, talk: Conversation, prepared: Prepared, deadline: float, result: ReshardedState
-    ) -> tuple[Known, list[Call]]:
-        try:
-            return talk.run(prepared, deadline, result)
-        except MeshcastError as error:
-            self._called(error)
-            raise
 
     def _results(self, result: ReshardedState) -> list[DTensor]:
         return [result[name] for name in self._names]

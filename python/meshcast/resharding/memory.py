@@ -1,4 +1,4 @@
-"""The memory that tensors occupy, and DTensors over it: transfers write behind the back of autograd.
+"""The memory that tensors occupy: transfers write behind the back of autograd.
 
 Whether strided elements have addresses in common is decided exactly, in integers alone: whether steps, each
 taken at most so many times, can add up to a total. From the widest step to the narrowest, what may still be
@@ -12,23 +12,17 @@ import functools
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ..errors import LayoutError
 from ..transfers.medium import settled
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
 __all__ = [
     "Region",
-    "as_dtensor",
     "check_outs",
     "check_storage",
-    "copied",
     "meet",
     "near",
     "note_written",
@@ -36,30 +30,6 @@ __all__ = [
     "repeats",
     "storage_of",
 ]
-
-
-def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """The DTensor of `spec` whose part on this rank is `local`; no gradients flow into it.
-
-    `DTensor(...)` is the same, but its first call in a process imports torch._dynamo: 0.5 s and 29 MiB with
-    torch 2.13, of no other use to a rank that only receives. What does so is `__init__`, which has work only
-    inside torch.export."""
-    if torch.compiler.is_exporting():
-        return DTensor(local, spec, requires_grad=False)
-    made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
-    return made
-
-
-def copied(x: Any) -> Any:
-    """A copy of a tensor, with a gradient where x has one and gradients are recorded; what is no tensor is
-    returned as it is."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    if x.requires_grad and torch.is_grad_enabled():
-        return x.clone()
-    if not isinstance(x, DTensor):
-        return x.detach().clone()
-    return as_dtensor(x._local_tensor.detach().clone(), x._spec)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -100,38 +70,35 @@ def near(sources: Mapping[str, torch.Tensor], outs: Iterable[torch.Tensor]) -> s
     return found
 
 
-def check_storage(tensor: torch.Tensor, op: str) -> None:
+def check_storage(tensor: torch.Tensor) -> None:
     """Raises LayoutError for an output that has several elements at one address, as expand() and unfold()
     make them, and for one without strides. Contiguous ones cost a fraction of a microsecond."""
     tensor = settled(tensor)
     if tensor.layout is not torch.strided:
         raise LayoutError(
-            f"{op}: expected a dense output, of layout torch.strided, found one of {tensor.layout}; give a "
+            f"expected a dense output, of layout torch.strided, found one of {tensor.layout}; give a "
             "dense tensor",
-            op=op,
         )
     if tensor.is_contiguous() or tensor.numel() == 0:
         return
     found = repeats(tensor.shape, tensor.stride())
     if found:
         raise LayoutError(
-            f"{op}: the output of {_strides_text(tensor)} holds several elements at one address; give one "
+            f"the output of {_strides_text(tensor)} holds several elements at one address; give one "
             "with memory for each element, for example a clone()",
-            op=op,
         )
     if found is None:
         raise LayoutError(
-            f"{op}: whether elements of the output of {_strides_text(tensor)} share an address takes too "
+            f"whether elements of the output of {_strides_text(tensor)} share an address takes too "
             "long to find out; give a contiguous one",
-            op=op,
         )
 
 
-def check_outs(outs: Mapping[str, torch.Tensor], op: str) -> None:
+def check_outs(outs: Mapping[str, torch.Tensor]) -> None:
     """Raises LayoutError where results would be written over themselves or each other. Interleaved outputs,
     such as the columns of one matrix, are right."""
     for out in outs.values():
-        check_storage(out, op)
+        check_storage(out)
     regions = [(_region(settled(out)), name) for name, out in outs.items() if out.numel()]
     still: list[tuple[Region, str]] = []  # those that have not ended where the next begins
     for region, name in sorted(regions):
@@ -139,15 +106,12 @@ def check_outs(outs: Mapping[str, torch.Tensor], op: str) -> None:
         for other, its in still:
             found = meet(other, region)
             if found:
-                raise LayoutError(
-                    f"{op}: the outputs {its!r} and {name!r} share memory; give each its own", op=op
-                )
+                raise LayoutError(f"the outputs {its!r} and {name!r} share memory; give each its own")
             if found is None:
                 raise LayoutError(
-                    f"{op}: whether the outputs {its!r} ({_strides_text(outs[its])}) and {name!r} "
+                    f"whether the outputs {its!r} ({_strides_text(outs[its])}) and {name!r} "
                     f"({_strides_text(outs[name])}) share memory takes too long to find out; give each its "
                     "own",
-                    op=op,
                 )
         still.append((region, name))
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ..base import checks
 from ..base.boxes import box_text
+from ..base.wire import once
 from ..errors import LayoutError
 from ..layout import Box, Layout, on_ranks
 
@@ -44,9 +45,20 @@ __all__ = [
 Slices = tuple[tuple[int, ...], ...]
 """The ranks of slices of one mesh, each row-major. An empty one stands for a mesh that is by itself."""
 
-Family = tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...], tuple[int, ...]]
-"""Properties that sub-meshes of one mesh share: the names of their dimensions; names of dimensions,
-shape and ranks of the mesh that they are parts of."""
+
+@once
+class Family(NamedTuple):
+    """Properties that sub-meshes of one mesh share: the names of their dimensions; names of dimensions, shape
+    and ranks of the mesh that they are parts of."""
+
+    names: tuple[str, ...]
+    all_names: tuple[str, ...]
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __hash__(self) -> int:
+        return hash((self.names, self.shape, self.ranks[:2]))  # of thousands of ranks it takes long
+
 
 # Dimensions along which ranks hold different tensors, by the names that torch's own programs give them.
 _STAGES = "pp"
@@ -60,7 +72,7 @@ def family_of(mesh: DeviceMesh) -> Family | None:
     if root is None or root.size() == mesh.size():
         return None
     names, all_names = tuple(mesh.mesh_dim_names or ()), tuple(root.mesh_dim_names or ())
-    return names, all_names, tuple(root.mesh.shape), tuple(root.mesh.flatten().tolist())
+    return Family(names, all_names, tuple(root.mesh.shape), tuple(root.mesh.flatten().tolist()))
 
 
 def ranks_then(mesh: DeviceMesh, rank: int | None) -> torch.Tensor:
@@ -204,70 +216,68 @@ class Gone(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def lost_ranks(lost: Any, op: str) -> tuple[int, ...]:
-    """The argument `lost`, ascending and each rank once. Raises LayoutError for what are no ranks."""
-    listed = checks.listed(f"{op}: lost", lost)
-    return tuple(sorted({checks.integer(f"{op}: lost rank", rank, 0, _MAX_RANK) for rank in listed}))
+def lost_ranks(lost: Any, rank: int | None = None) -> tuple[int, ...]:
+    """The argument `lost`, ascending and each rank once. Raises LayoutError for what are no ranks, and for
+    the rank that calls."""
+    listed = checks.listed("lost", lost)
+    found = tuple(sorted({checks.integer("lost rank", each, 0, _MAX_RANK) for each in listed}))
+    if rank is not None:
+        check_lost(found, rank)
+    return found
 
 
-def check_lost(lost: Collection[int], rank: int, op: str) -> None:
+def check_lost(lost: Collection[int], rank: int) -> None:
     """Raises LayoutError on a rank that is called lost."""
     if rank in lost:
         raise LayoutError(
-            f"{op}: rank {rank} is named in lost= and yet makes the call; leave it out of lost=, or the call "
-            "out on it",
-            rank=rank,
-            op=op,
+            f"rank {rank} is named in lost= and yet makes the call; leave it out of lost=, or the call out "
+            "on it"
         )
 
 
 def living(
-    sources: Sequence[Source], destinations: Sequence[Destination], lost: Sequence[int], rank: int, op: str
+    sources: Sequence[Source], destinations: Sequence[Destination], lost: Sequence[int]
 ) -> list[Source]:
     """The sources as ranks hold them that are not lost. Raises LayoutError where a lost rank is in no source
     or in a destination, where a gradient is asked for, and where a box lives nowhere any more."""
-    layouts = [everywhere(source.layout, source.slices) for source in sources]
+    layouts = [
+        everywhere(source.layout, destination.slices[0])
+        for source, destination in zip(sources, destinations, strict=True)
+    ]
     in_sources = {rank for layout in layouts for rank in layout.ranks}
     never = [rank for rank in lost if rank not in in_sources]
     if never:
         raise LayoutError(
-            f"{op}: lost= names {ranks_text(never)}, not in {_layouts_text(layouts)}; "
-            "name ranks that held a part of the source",
-            rank=rank,
-            op=op,
+            f"lost= names {ranks_text(never)}, not in {_layouts_text(layouts)}; name ranks that held a part "
+            "of the source"
         )
     names = {number: number for number in lost}
     found, missing = [], []
     for index, (source, layout, destination) in enumerate(zip(sources, layouts, destinations, strict=True)):
         name = "x" if len(sources) == 1 else f"xs[{index}]"
-        placements = positive_placements(destination.placements, len(source.shape))
-        wanted = everywhere(Layout(destination.mesh, placements), destination.slices)
-        check_not_wanted(name, wanted, names, rank, op)
+        wanted = destination.wanted
+        check_not_wanted(name, wanted, names)
         if source.needs_grad:
             raise LayoutError(
-                f"{op}: {name} requires a gradient, which could not travel back to ranks that are lost; call "
-                "it under torch.no_grad()",
-                rank=rank,
-                op=op,
+                f"{name} requires a gradient, which could not travel back to ranks that are lost; call it "
+                "under torch.no_grad()"
             )
-        left = survivors(layout, source.shape, lost, f"{op}: {name}")
+        left = survivors(layout, source.shape, lost, name)
         if left is not layout:
             missing += gone(name, source.shape, layout, names, wanted)
-            source = replace(source, layout=left or _nothing(wanted, len(source.shape)), slices=())
+            source = replace(source, layout=left or _nothing(wanted, len(source.shape)))
         found.append(source)
-    raise_gone(missing, op, rank)
+    raise_gone(missing)
     return found
 
 
-def check_not_wanted(name: str, wanted: Layout, lost: Mapping[int, int], rank: int, op: str) -> None:
+def check_not_wanted(name: str, wanted: Layout, lost: Mapping[int, int]) -> None:
     """Raises LayoutError where a lost rank is to receive. lost: as for gone()."""
     both = [lost[number] for number in wanted.ranks if number in lost]
     if both:
         raise LayoutError(
-            f"{op}: {ranks_text(both)} is lost, and yet in the destination of {name!r}, {wanted}; choose a "
-            "mesh of ranks that live",
-            rank=rank,
-            op=op,
+            f"{ranks_text(both)} is lost, and yet in the destination of {name!r}, {wanted}; choose a mesh of "
+            "ranks that live"
         )
 
 
@@ -321,7 +331,7 @@ def gone(
     return met
 
 
-def raise_gone(found: Sequence[Gone], op: str, rank: int) -> None:
+def raise_gone(found: Sequence[Gone]) -> None:
     """Raises LayoutError that lists what lives on no rank."""
     if not found:
         return
@@ -330,10 +340,8 @@ def raise_gone(found: Sequence[Gone], op: str, rank: int) -> None:
     )
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     raise LayoutError(
-        f"{op}: {len(found)} {'boxes live' if len(found) > 1 else 'box lives'} on no rank any more: "
-        f"{text}{more}. Load these from a checkpoint; the field `gone` of this error lists all of them",
-        rank=rank,
-        op=op,
+        f"{len(found)} {'boxes live' if len(found) > 1 else 'box lives'} on no rank any more: {text}{more}. "
+        "Load these from a checkpoint; the field `gone` of this error lists all of them",
         gone=tuple((each.name, each.box, each.ranks) for each in found),
     )
 
@@ -359,7 +367,7 @@ def renumbered(layout: Layout, numbers: Mapping[int, int], what: str) -> Layout:
 class Source:
     """A source as every rank knows it, from a DTensor or a spec. A rank outside may know its layout only:
     mesh is then None, and no gradient is possible. device_type: of the mesh. reduce_first: partial values are
-    reduced inside the mesh, so that each rank sees what it sends. slices: that the call has of the mesh."""
+    reduced inside the mesh, so that each rank sees what it sends."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -368,7 +376,6 @@ class Source:
     needs_grad: bool = False
     reduce_first: bool = False
     device_type: str = "cpu"
-    slices: Slices = ()
 
     @property
     def reduced_on_the_way(self) -> bool:
@@ -379,14 +386,19 @@ class Source:
 
 @dataclass(frozen=True)
 class Destination:
-    """The destination of a tensor. dtype None: that of the source; grad_placements None: see
-    meshcast.reshard; slices: that the call has of the mesh."""
+    """The destination of a tensor: its layout on `mesh`, that in which its gradient travels back, its type,
+    and the slices of the source mesh and of `mesh` that the call has."""
 
     mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    dtype: torch.dtype | None = None
-    grad_placements: tuple[Placement, ...] | None = None
-    slices: Slices = ()
+    layout: Layout
+    gradient: Layout
+    dtype: torch.dtype
+    slices: tuple[Slices, Slices]
+
+    @property
+    def wanted(self) -> Layout:
+        """The layout on all slices."""
+        return everywhere(self.layout, self.slices[1])
 
 
 def positive_placements(placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:

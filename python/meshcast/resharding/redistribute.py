@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ..base import checks
 from ..errors import LayoutError
-from ..groups.telling import raise_refused
+from ..groups.parent import raise_refused
 from .reshard import reshard
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
@@ -15,21 +16,26 @@ from typing_extensions import Unpack
 
 from ..base import checks
 from ..errors import LayoutError
-from ..groups.parent import ParentGroup, parent_group, seconds
-from ..groups.telling import raise_refused
+from ..groups.parent import ParentGroup, parent_group, raise_refused, seconds
 from ..layout import Layout
 from ..planning.plan import Problem
 from ..spec import TensorSpec
-from ..transfers.gpu import require_gpu
 from ..transfers.handle import Handle
-from ..transfers.medium import DeviceTypes, device_types_of
-from ..transfers.transfer import Call, CallOptions, PersistentTransfer, PlanOptions, kept_transfer
-from .autograd import start
+from ..transfers.medium import DeviceTypes, device_types_of, require_gpu
+from ..transfers.transfer import DEFAULT_OPTIONS, CallOptions, PersistentTransfer, PlanOptions, kept_transfer
+from .autograd import differentiable_call
 from .compile_trace import traced_reshard
-from .compiled import Compiled, Request, call_key, check_reducible, compiled_call, handle_of, places_called
-from .digested import Digested
-from .memory import check_storage, copied, overlaps, storage_of
-from .meshes import check_lost, lost_ranks
+from .compiled import (
+    Compiled,
+    ReshardGoal,
+    check_reducible,
+    compiled_call,
+    copied,
+    handle_of,
+    places_called,
+)
+from .memory import check_storage, overlaps, storage_of
+from .meshes import lost_ranks
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -153,15 +159,15 @@ def reshard(
         return traced_reshard(x, mesh, placements, group, dtype, strategy, timeout)
     return run_call(
         "reshard",
-        [Request(x, mesh, placements, dtype, grad_placements)],
-        lambda results: results[0],
+        [x],
+        [ReshardGoal(mesh, placements, dtype, grad_placements)],
+        itemgetter(0),
         lost=lost,
         digest=digest,
         async_op=async_op,
         copy=copy,
         group=group,
-        strategy=strategy,
-        topology=topology,
+        options=PlanOptions(strategy, topology),
         timeout=timeout,
     )
 
@@ -246,25 +252,25 @@ def reshard_many(
     op = "reshard_many"
     try:
         parent_group(group, op)  # without a process group nothing else is worth telling
-        requests = _requests(op, xs, mesh, placements, dtype, grad_placements)
+        xs, goals = _lists(xs, mesh, placements, dtype, grad_placements)
     except Exception as error:
         sources = xs if isinstance(xs, list | tuple) and xs else [None]
         dead: tuple[int, ...] = ()
         with suppress(LayoutError):
-            dead = lost_ranks(lost, op)
+            dead = lost_ranks(lost)
         places = [place for x in sources for place in places_called(x, mesh, dead)]
         raise_refused(error, op, places, group, timeout, lost=dead)
     return run_call(
         op,
-        requests,
-        lambda results: results,
+        xs,
+        goals,
+        list,
         lost=lost,
         digest=digest,
         async_op=async_op,
         copy=copy,
         group=group,
-        strategy=strategy,
-        topology=topology,
+        options=PlanOptions(strategy, topology),
         timeout=timeout,
     )
 
@@ -329,14 +335,14 @@ def reshard_(
     op = "reshard_"
     try:
         parent_group(group, op)
-        request = _request(out, x)
-        _check(out, x)
+        goal = _check(out, x)
     except Exception as error:
         raise_refused(error, op, places_called(x, out), group, timeout)
     with torch.no_grad():
         return run_call(
             op,
-            [request],
+            [x],
+            [goal],
             lambda _: out,
             digest=digest,
             async_op=async_op,
@@ -344,129 +350,115 @@ def reshard_(
             out=out,
             group=group,
             timeout=timeout,
-            strategy=strategy,
-            topology=topology,
+            options=PlanOptions(strategy, topology),
         )
 
 
 def run_call(
     op: str,
-    requests: Sequence[Request],
+    xs: Sequence[Any],
+    goals: Sequence[ReshardGoal],
     answer: Callable[[list[DTensor]], T],
     *,
-    async_op: bool,
-    digest: bool = False,
-    copy: bool = False,
-    out: Out | None = None,
-    lost: Any = (),
     group: dist.ProcessGroup | None,
-    timeout: float | timedelta | None,
-    **planned: Any,
+    timeout: Any,
+    options: PlanOptions = DEFAULT_OPTIONS,
+    out: Out | None = None,
+    compiled: Compiled | None = None,
+    lost: Any = (),
+    digest: bool = False,
+    async_op: bool = False,
+    copy: bool = False,
 ) -> T | Handle[T]:
-    """The body of the three: checks, compiles once per kind of call, starts and, unless async_op, waits.
+    """A call of reshard, reshard_, reshard_many or a Resharder, from its arguments to what it returns.
 
-    answer: from the results what the caller returns. out: takes the one result. lost: see reshard. planned:
-    the fields of PlanOptions.
+    answer: from the results what the caller gets. out: takes the one result. compiled: of a Resharder, whose
+    timeout is in seconds.
     """
     dead: tuple[int, ...] | None = () if lost == () else None  # None: not known yet
+    checked = None
     try:
-        parent = parent_group(group, op)
-        limit = seconds(timeout, parent.timeout)
-        if dead is None:
-            named = lost_ranks(lost, op)
-            check_lost(named, parent.rank, op)
-            dead = named
-        if copy and async_op and not digest:
-            requests = [request._replace(x=copied(request.x)) for request in requests]
-        checked = Digested(parent, op, requests, out, dead, **planned) if digest else None
-        if checked is None:
-            compiled, xs, given, (results, call) = _begun(
-                parent, op, requests, dead, limit, PlanOptions(**planned), out, driven=not async_op
-            )
+        if compiled is None:
+            parent = parent_group(group, op)
+            timeout = seconds(timeout, parent.timeout)
+            dead = lost_ranks(lost, parent.rank) if dead is None else dead
+            if digest:
+                from .digested import Digested  # with all of state dicts, which few calls need
+
+                checked = Digested(parent, op, xs, goals, out, dead, options)
+            else:
+                compiled = compiled_call(parent, xs, goals, op, options, dead)
+        if compiled is not None:
+            target = out if isinstance(out, DTensor) else None
+            held = [x if isinstance(x, DTensor) else None for x in xs]
+            if copy and async_op:
+                held = [copied(x) for x in held]
+            if compiled.differentiable and torch.is_grad_enabled():
+                results, call = differentiable_call(compiled, held, timeout, driven=not async_op)
+            else:
+                results, call = compiled.begin(held, timeout, target, driven=not async_op)
     except Exception as error:
-        # Where it is not known who is lost, it is not known which of these ranks wait.
-        places = [None] if dead is None else [p for r in requests for p in places_called(r.x, r.mesh, dead)]
-        raise_refused(error, op, places, group, timeout, lost=dead or ())
+        raise_refused(error, op, _places(xs, goals, compiled, dead), group, timeout, lost=dead or ())
     if checked is not None:
-        return checked.start(limit, answer, copy) if async_op else answer(checked.run(limit))
+        return checked.start(timeout, answer, copy) if async_op else answer(checked.run(timeout))
+    assert compiled is not None
     if async_op:
-        return handle_of(call, answer(results), compiled, xs, given)
+        return handle_of(call, answer(results), compiled, held, target)
     if call is not None:
         call.wait()
     return answer(results)
 
 
-def _begun(
-    parent: ParentGroup,
-    op: str,
-    requests: Sequence[Request],
-    lost: Sequence[int],
-    limit: float,
-    options: PlanOptions,
-    out: Out | None,
-    *,
-    driven: bool,
-) -> tuple[Compiled, list[DTensor | None], DTensor | None, tuple[list[DTensor], Call | None]]:
-    """Returns what the call compiled to, its sources, the output, and what start() returns."""
-    records = torch.is_grad_enabled()
-    kinds = [call_key(request, records) for request in requests]
-    key = None if None in kinds else (op, lost, *kinds, *options)
-    try:
-        compiled = parent.compiled.get(key)
-    except TypeError:  # of what cannot be hashed: compiling says what is wrong with it
-        compiled = None
-    if compiled is None:
-        compiled = compiled_call(parent, requests, key, op, options, lost)
-    xs = [request.x if isinstance(request.x, DTensor) else None for request in requests]
-    given = out if isinstance(out, DTensor) else None
-    begun = start(compiled, xs, limit, None if out is None else [given], driven=driven)
-    return compiled, xs, given, begun
+def _places(
+    xs: Sequence[Any], goals: Sequence[ReshardGoal], compiled: Compiled | None, dead: Sequence[int] | None
+) -> list[Any]:
+    """Returns what names the ranks of a call that was refused here."""
+    if compiled is not None:
+        return [layout for move in compiled.moves for layout in (move.problem.src, move.problem.dst)]
+    if dead is None:  # where it is not known who is lost, it is not known which of these ranks wait
+        return [None]
+    return [place for x, goal in zip(xs, goals, strict=True) for place in places_called(x, goal.mesh, dead)]
 
 
-def _requests(
-    op: str, xs: Any, mesh: Any, placements: Any, dtype: Any, grad_placements: Any
-) -> list[Request]:
-    listed = _listed("xs", xs)
-    layouts = _listed("placements", placements)
-    gradients: list[Any] = (
-        [None] * len(listed) if grad_placements is None else _listed("grad_placements", grad_placements)
-    )
+def _lists(
+    xs: Any, mesh: Any, placements: Any, dtype: Any, grad_placements: Any
+) -> tuple[list[Any], list[ReshardGoal]]:
+    """Checks the lists of reshard_many."""
+    listed, layouts = _listed("xs", xs), _listed("placements", placements)
+    gradients: list[Any] = [None] * len(listed)
+    if grad_placements is not None:
+        gradients = _listed("grad_placements", grad_placements)
     for name, given in (("placements", layouts), ("grad_placements", gradients)):
         if len(given) != len(listed):
-            raise LayoutError(f"{op}: {len(given)} {name} for {len(listed)} tensors; give one for each")
+            raise LayoutError(f"{len(given)} {name} for {len(listed)} tensors; give one for each")
     if not listed:
-        raise LayoutError(f"{op}: nothing to transfer; give at least one tensor")
-    return [
-        Request(x, mesh, where, dtype, gradient)
-        for x, where, gradient in zip(listed, layouts, gradients, strict=True)
+        raise LayoutError("nothing to transfer; give at least one tensor")
+    return listed, [
+        ReshardGoal(mesh, where, dtype, back) for where, back in zip(layouts, gradients, strict=True)
     ]
 
 
 def _listed(name: str, value: Any) -> list[Any]:
     if isinstance(value, str | torch.Tensor) or not isinstance(value, Iterable):
-        raise LayoutError(f"reshard_many: {name} must be a sequence, found {type(value).__name__}")
+        raise LayoutError(f"{name} must be a sequence, found {type(value).__name__}")
     return list(value)
 
 
-def _request(out: Any, x: Any) -> Request:
-    if isinstance(out, DTensor):
-        return Request(x, out.device_mesh, out.placements, out.dtype)
-    if isinstance(out, TensorSpec):
-        return Request(x, out.mesh, out.placements, out.dtype)
-    raise LayoutError(f"reshard_: out must be a DTensor or a meshcast.TensorSpec, found {type(out).__name__}")
-
-
-def _check(out: Out, x: Any) -> None:
+def _check(out: Any, x: Any) -> ReshardGoal:
+    """Checks the tensors of reshard_, and returns what fills `out`."""
+    if not isinstance(out, DTensor | TensorSpec):
+        raise LayoutError(f"out must be a DTensor or a meshcast.TensorSpec, found {type(out).__name__}")
     if isinstance(x, DTensor | TensorSpec):
         if tuple(out.shape) != tuple(x.shape):
-            raise LayoutError(f"reshard_: out has shape {tuple(out.shape)}, but x {tuple(x.shape)}")
+            raise LayoutError(f"out has shape {tuple(out.shape)}, but x {tuple(x.shape)}")
         if torch.is_grad_enabled() and (out.requires_grad or x.requires_grad):
             raise LayoutError(
-                "reshard_ records no gradient, but one is asked for; call it under torch.no_grad(), or use "
-                "reshard"
+                "no gradient is recorded, but one is asked for; call it under torch.no_grad(), or use reshard"
             )
-    if isinstance(out, DTensor):
-        check_storage(out._local_tensor, "reshard_")
+    if isinstance(out, TensorSpec):
+        return ReshardGoal(out.mesh, out.placements, out.dtype)
+    check_storage(out._local_tensor)
+    return ReshardGoal(out.device_mesh, out.placements, out.dtype)
 
 
 _OP = "reshard_local"
@@ -560,8 +552,8 @@ def reshard_local(
         limit = seconds(timeout, parent.timeout)
         for name, layout in (("src_layout", src_layout), ("dst_layout", dst_layout)):
             if not isinstance(layout, Layout):
-                raise LayoutError(f"{_OP}: {name} must be a meshcast.Layout, found {type(layout).__name__}")
-        private = parent.private(sorted({*src_layout.ranks, *dst_layout.ranks}), _OP)
+                raise LayoutError(f"{name} must be a meshcast.Layout, found {type(layout).__name__}")
+        private = parent.private(sorted({*src_layout.ranks, *dst_layout.ranks}))
         if parent.rank not in private.ranks:
             return Handle(None, None, lambda: 0.0) if async_op else None
         transfer = _transfer(
@@ -572,7 +564,7 @@ def reshard_local(
             where = "cuda" if transfer._device_types[1] == "cuda" else None
             dst = None if local_shape is None else torch.empty(local_shape, dtype=dtype, device=where)
         else:
-            check_storage(dst, _OP)
+            check_storage(dst)
         src = copied(src) if copy and async_op else src
         given = src
         watched = [] if src is None else [src]
@@ -600,12 +592,12 @@ def _transfer(
     options: PlanOptions,
 ) -> PersistentTransfer:
     if dst_layout.has_partial:
-        raise LayoutError(f"{_OP}: dst_layout {dst_layout} holds Partial; ask for Replicate or Shard instead")
-    check_reducible(src_layout, dtype, _OP)
+        raise LayoutError(f"dst_layout {dst_layout} holds Partial; ask for Replicate or Shard instead")
+    check_reducible(src_layout, dtype)
     device_types = _device_types(device)
     holds = (parent.rank in src_layout.ranks, parent.rank in dst_layout.ranks)
     if ("cuda", True) in zip(device_types, holds, strict=True):
-        require_gpu(_OP, copies_only=device_types != ("cuda", "cuda"))
+        require_gpu(copies_only=device_types != ("cuda", "cuda"))
     problem = Problem(tuple(shape), dtype, src_layout, dst_layout)
     return kept_transfer(parent, [problem], _OP, options, device_types=device_types)
 
@@ -614,8 +606,8 @@ def _device_types(device: Any) -> DeviceTypes:
     given = (device, device) if isinstance(device, str) else device
     if not isinstance(given, tuple) or len(given) != 2:
         raise LayoutError(
-            f'{_OP}: device must be "cpu", "cuda" or a pair of them, for the source and the destination, '
+            f'device must be "cpu", "cuda" or a pair of them, for the source and the destination, '
             f"found {checks.shown(device)}"
         )
     source, destination = given
-    return device_types_of(source, destination, _OP)
+    return device_types_of(source, destination)

@@ -5,23 +5,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from typing_extensions import Unpack, deprecated
 
-from ..errors import Caller, LayoutError
-from ..groups.parent import parent_group, seconds
-from ..groups.telling import raise_refused
+from ..errors import LayoutError
+from ..groups.parent import parent_group, raise_refused, seconds
 from ..spec import TensorSpec
 from ..transfers.handle import Handle
 from ..transfers.medium import tensor_text
-from ..transfers.transfer import Call, CallOptions, PlanOptions
-from .autograd import differentiable_call
-from .compiled import Request, compile_call, destination_of, handle_of, places_called, source_of
-from .memory import check_storage, copied
+from ..transfers.transfer import CallOptions, PlanOptions
+from .compiled import ReshardGoal, compile_call, places_called
+from .memory import check_storage
 from .meshes import positive_placements
+from .reshard import run_call
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -122,6 +122,7 @@ class Resharder:
             expected: tuple[int, ...] | None = tuple(spec.shape)
         else:
             expected = None
+        self._group = group
         self._options: dict[str, Any] = {
             "group": group,
             "strategy": strategy,
@@ -135,12 +136,15 @@ class Resharder:
             self._src = _spec_of("x", x)
             shape = tuple(self._src.shape)
             if expected is not None and expected != shape:
-                raise LayoutError(f"{_OP}: src_spec has shape {shape}, but dst_spec {expected}")
-            source = source_of(self._src, parent.rank, True, _OP, spec_inside=True)
-            destination = destination_of(Request(x, mesh, placements, dtype), _OP)
-            self._dst = TensorSpec(shape, dtype or self._src.dtype, mesh, destination.placements)
+                raise LayoutError(f"src_spec has shape {shape}, but dst_spec {expected}")
+            goal = ReshardGoal(mesh, placements, dtype)
             options = PlanOptions(strategy, topology)
-            self._compiled = compile_call(parent, [source], [destination], _OP, options, kept=False)
+            self._compiled = compile_call(
+                parent, [self._src], [goal], _OP, options, spec_inside=True, kept=False
+            )
+            self._dst = TensorSpec(
+                shape, dtype or self._src.dtype, mesh, self._compiled.moves[0].spec.placements
+            )
             self._kept = self._compiled.moves[0].allocate() if reuse_output else None
         except Exception as error:  # of this rank alone, where it has no GPU: the others raise as they call
             raise_refused(error, _OP, places_called(x, mesh), group, timeout)
@@ -148,7 +152,7 @@ class Resharder:
         self._reverse: Resharder | None = None
 
     def __repr__(self) -> str:
-        shape, dtype, src, dst = self._compiled.problems[0]
+        shape, dtype, src, dst = self._compiled.moves[0].problem
         return f"<Resharder of {tensor_text(shape, dtype)}, {src} to {dst}>"
 
     @property
@@ -165,14 +169,12 @@ class Resharder:
         """Starts one call and returns at once. x: the source on the ranks of its mesh; others may pass None.
         out: a DTensor of the layout of the results, which is filled, as reshard_ does. copy: x is copied, and
         may be changed from then on."""
-        result, call = self._begin(x, out, driven=False, copy=copy)
-        return handle_of(call, result, self._compiled, [None if copy else x], result)
+        handle: Handle[DTensor] = self._call(x, out, async_op=True, copy=copy)
+        return handle
 
     def run(self, x: DTensor | None = None, *, out: DTensor | None = None) -> DTensor:
         """start() and wait in one; costs less than both."""
-        result, call = self._begin(x, out, driven=True)
-        if call is not None:
-            call.wait()
+        result: DTensor = self._call(x, out, async_op=False)
         return result
 
     def reverse(self) -> Resharder:
@@ -185,56 +187,53 @@ class Resharder:
             self._reverse = Resharder(origin, mesh, back, dtype=self._src.dtype, **self._options)
         return self._reverse
 
-    def _begin(
-        self, x: DTensor | None, out: DTensor | None, *, driven: bool, copy: bool = False
-    ) -> tuple[DTensor, Call | None]:
-        compiled = self._compiled
+    def _call(self, x: Any, out: Any, *, async_op: bool, copy: bool = False) -> Any:
         try:
-            x = copied(x) if copy else x
-            differentiable = bool(compiled.differentiable) and torch.is_grad_enabled()
             if x is not None and getattr(x, "_spec", None) is not self._known_spec:
                 self._check_source(x)
-            self._check_gradient(x, out, differentiable)
+            if torch.is_grad_enabled():
+                self._check_gradient(x, out)
             if out is not None:
                 self._check_out(out)
-            if differentiable:
-                (result,), call = differentiable_call(compiled, [x], self._limit, driven=driven)
-                return result, call
-            if out is None:
-                out = self._kept
-            (result,), call = compiled.begin([x], self._limit, None if out is None else [out], driven=driven)
         except Exception as error:
-            if compiled.transfer is None:
-                raise Caller(_OP).typed(error) from error
-            raise_refused(
-                error, _OP, (), self._options["group"], self._limit, private=compiled.transfer._group
-            )
-        return result, call
-
-    def _check_gradient(self, x: DTensor | None, out: DTensor | None, differentiable: bool) -> None:
-        if differentiable and (out is not None or self._kept is not None):
-            raise LayoutError(
-                f"{_OP}: a result that is overwritten carries no gradient; call it under torch.no_grad(), or "
-                "without out= and reuse_output"
-            )
-        if x is not None and x.requires_grad and not self._src.requires_grad and torch.is_grad_enabled():
-            raise LayoutError(
-                f"{_OP}: the source requires a gradient, but what the Resharder was made with has "
-                "requires_grad=False: make it with a source that requires one, detach the source, or call it "
-                "under torch.no_grad()"
-            )
+            raise_refused(error, _OP, places_called(self._src, self._dst), self._group, self._limit)
+        return run_call(
+            _OP,
+            (x,),
+            (),
+            itemgetter(0),
+            group=self._group,
+            timeout=self._limit,
+            out=self._kept if out is None else out,
+            compiled=self._compiled,
+            async_op=async_op,
+            copy=copy,
+        )
 
     def _check_source(self, x: Any) -> None:
         if not isinstance(x, DTensor):
-            raise LayoutError(f"{_OP}: x must be a DTensor, found {type(x).__name__}")
+            raise LayoutError(f"x must be a DTensor, found {type(x).__name__}")
         _expect("x", x, self._src)
         self._known_spec = x._spec
 
     def _check_out(self, out: Any) -> None:
         if not isinstance(out, DTensor):
-            raise LayoutError(f"{_OP}: out must be a DTensor, found {type(out).__name__}")
+            raise LayoutError(f"out must be a DTensor, found {type(out).__name__}")
         _expect("out", out, self._dst)
-        check_storage(out._local_tensor, _OP)
+        check_storage(out._local_tensor)
+
+    def _check_gradient(self, x: DTensor | None, out: DTensor | None) -> None:
+        if self._compiled.differentiable and (out is not None or self._kept is not None):
+            raise LayoutError(
+                "a result that is overwritten carries no gradient; call it under torch.no_grad(), or "
+                "without out= and reuse_output"
+            )
+        if x is not None and x.requires_grad and not self._src.requires_grad:
+            raise LayoutError(
+                "the source requires a gradient, but what the Resharder was made with has "
+                "requires_grad=False: make it with a source that requires one, detach the source, or call it "
+                "under torch.no_grad()"
+            )
 
 
 def _spec_of(name: str, given: Any) -> TensorSpec:
@@ -242,9 +241,7 @@ def _spec_of(name: str, given: Any) -> TensorSpec:
         return given
     if isinstance(given, DTensor):
         return TensorSpec(given.shape, given.dtype, given.device_mesh, given.placements, given.requires_grad)
-    raise LayoutError(
-        f"{_OP}: {name} must be a meshcast.TensorSpec or a DTensor, found {type(given).__name__}"
-    )
+    raise LayoutError(f"{name} must be a meshcast.TensorSpec or a DTensor, found {type(given).__name__}")
 
 
 def _expect(name: str, tensor: DTensor, spec: TensorSpec) -> None:
@@ -256,4 +253,4 @@ def _expect(name: str, tensor: DTensor, spec: TensorSpec) -> None:
     )
     wanted = (tuple(spec.shape), spec.dtype, spec.mesh, positive_placements(spec.placements, len(spec.shape)))
     if found != wanted:
-        raise LayoutError(f"{_OP}: {name} does not fit its spec: expected {wanted}, found {found}", op=_OP)
+        raise LayoutError(f"{name} does not fit its spec: expected {wanted}, found {found}")

@@ -1,8 +1,12 @@
-"""The arguments of reshard_state_dict on one rank, checked."""
+"""The arguments of reshard_state_dict on one rank, checked, and its side of the call made of them; states
+that are read again at each call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,28 +15,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..base import checks
-from ..base.boxes import Box
+from ..base.boxes import box_text, extents, read_boxes
+from ..base.values import CARRIED, carried, not_carried
 from ..errors import LayoutError
-from ..layout import Layout
+from ..layout import Box, Layout
+from ..planning.plan import STRATEGIES
 from ..spec import TensorSpec
-from ..transfers.gpu import own_obstacle
+from ..transfers.medium import own_obstacle
+from .compiled import source_of
 from .memory import check_outs, near, storage_of
-from .meshes import check_lost, positive_placements
+from .meshes import Family, check_lost, family_of, positive_placements, ranks_then, renumbered
 from .state_entries import (
-    CARRIED,
-    OP,
     Held,
-    Loaded,
+    LoadedBoxes,
     Output,
-    Reading,
     StateSide,
+    Terms,
     Wanted,
-    carried,
-    encode,
     local_of,
     memory_with,
-    not_carried,
-    read_loaded,
     same_memory,
 )
 from .tensor_map import TensorMap
@@ -40,7 +41,9 @@ from .tensor_map import TensorMap
 if TYPE_CHECKING:
     from ..topology import Topology
 
-__all__ = ["Given", "StateCall", "checked_call", "floating_name"]
+__all__ = ["Current", "Given", "State", "StateCall", "checked_call"]
+
+Loaded = dict[str, list[tuple[Box, torch.Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -69,33 +72,22 @@ class Given:
 
 @dataclass
 class StateCall:
-    """The checked arguments of this rank. held: by the names that they are sent under; tensors: those of them
-    that are here; meshes: of destinations that have some, with their placements. values: entries that are no
-    tensors, as text. The other fields are those of StateSide."""
+    """The checked arguments of this rank. side: what it tells the others; tensors: the entries of side.held
+    that are here, `here` their names; meshes: of destinations that have some, with their placements. keys: of
+    tensors and other values: the key in the state_dict, by name."""
 
-    held: dict[str, Held]
+    side: StateSide
     tensors: dict[str, torch.Tensor]
-    wanted: dict[str, Wanted]
+    here: frozenset[str]
     meshes: dict[str, tuple[DeviceMesh, tuple[Any, ...]]]
     outs: dict[str, torch.Tensor]
-    values: dict[str, Any]
-    keys: dict[str, str]  # of tensors and values: the key in the state_dict, by name
-    here: frozenset[str]  # names of `tensors`
-    ties: dict[str, str]
-    out_ties: dict[str, str]
-    renamed: dict[str, str | None]
-    unmatched: dict[str, list[str]]
-    selects: bool
-    own: list[str]
+    keys: dict[str, str]
     loaded: Loaded
-    maps: list[TensorMap]
-    scales: dict[str, Any]
-    options: dict[str, Any]
     topology: Topology | None
 
     def sent(self, written: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The memory of what is held, with copies of all that shares some with what this very call writes to:
-        else neighbours, or a later batch, would read what has already come in."""
+        """Returns the memory of what is held, with copies of all that shares some with what this very call
+        writes to: else neighbours, or a later batch, would read what has already come in."""
         shards = {name: local_of(x) for name, x in self.tensors.items()}
         for name, parts in self.loaded.items():
             shards[name] = memory_with(shards.get(name), [tensor for _, tensor in parts])
@@ -116,64 +108,11 @@ class StateCall:
             found[name] = [(tensor, tensor._version) for tensor in seen if not tensor.is_inference()]
         return found
 
-    def output_specs(self) -> dict[str, Output]:
-        return {
-            name: Output(tuple(out.shape), checks.dtype_name(out.dtype), not isinstance(out, DTensor))
-            for name, out in self.outs.items()
-        }
-
-    def loaded_specs(self) -> dict[str, tuple[str, str, tuple[Box, ...]]]:
-        """Their dtype, device type and boxes."""
-        found = {}
-        for name, parts in self.loaded.items():
-            first = parts[0][1]
-            found[name] = (
-                checks.dtype_name(first.dtype),
-                first.device.type,
-                tuple(box for box, _ in parts),
-            )
-        return found
-
     def key(self) -> Any:
-        """Equal for calls of one kind."""
-        return (
-            tuple(self.held.items()),
-            tuple(self.wanted.items()),
-            tuple(self.output_specs().items()),
-            tuple(self.ties.items()),
-            tuple(self.out_ties.items()),
-            tuple(self.values),
-            tuple(self.renamed.items()),
-            tuple((argument, tuple(names)) for argument, names in self.unmatched.items()),
-            self.selects,
-            tuple(self.own),
-            tuple((name, *said) for name, said in self.loaded_specs().items()),
-            tuple(self.maps),
-            tuple((name, scale, tuple(block)) for name, (scale, block) in self.scales.items()),
-            tuple(self.options.items()),
-            self.topology,
-        )
-
-    def text(self) -> str:
-        return encode(
-            StateSide(
-                held=self.held,
-                wanted=self.wanted,
-                outs=self.output_specs(),
-                ties=self.ties,
-                out_ties=self.out_ties,
-                carried=self.values,
-                renamed=self.renamed,
-                unmatched=self.unmatched,
-                selects=self.selects,
-                own=self.own,
-                loaded=self.loaded_specs(),
-                maps=[each.wire() for each in self.maps],
-                scales=self.scales,
-                options=self.options,
-                obstacles=[own_obstacle(copies_only=copies_only) for copies_only in (False, True)],
-            )
-        )
+        """Equal for calls of one kind, which may differ in values that are no tensors."""
+        side = self.side._replace(carried=dict.fromkeys(self.side.carried, ""))
+        fields = (tuple(each.items()) if isinstance(each, dict) else each for each in side)
+        return (*fields, self.topology)
 
 
 def checked_call(rank: int, given: Given) -> StateCall:
@@ -182,20 +121,11 @@ def checked_call(rank: int, given: Given) -> StateCall:
     destinations = _mapping("destinations", given.destinations)
     outs = _mapping("out", given.out)
     layouts = _mapping("layouts", given.layouts)
-    reading = Reading(rank, layouts, given.numbers)
+    reading = _Reading(rank, layouts, given.numbers)
     maps = _maps(given.maps)
-    selected, listed = _selection(given.only)
-    options = {
-        "max_bytes_in_flight": None
-        if given.max_bytes_in_flight is None
-        else checks.integer("max_bytes_in_flight", given.max_bytes_in_flight, 1, checks.MAX_INT64),
-        "digest": bool(given.digest),
-        "strict": bool(given.strict),
-        "strategy": given.strategy,
-        "dtype": floating_name(given.dtype) if isinstance(given.dtype, torch.dtype | str) else None,
-        "lost": given.lost,
-    }
-    check_lost([number for number, _ in given.lost], rank, OP)
+    selected, listed = (lambda _: True, ()) if given.only is None else _chosen("only", given.only)
+    terms = _terms(given)
+    check_lost([number for number, _ in given.lost], rank)
     dtype_of, floats = _dtypes(given.dtype), callable(given.dtype)
     wanted: dict[str, Wanted] = {}
     meshes: dict[str, tuple[DeviceMesh, tuple[Any, ...]]] = {}
@@ -207,7 +137,7 @@ def checked_call(rank: int, given: Given) -> StateCall:
     new_name, renamed, unmatched = _renaming(given.rename, state)
     held: dict[str, Held] = {}
     tensors: dict[str, torch.Tensor] = {}
-    values: dict[str, Any] = {}
+    values: dict[str, str] = {}
     keys: dict[str, str] = {}
     for old, value in state.items():
         named = new_name(old)
@@ -215,7 +145,7 @@ def checked_call(rank: int, given: Given) -> StateCall:
             continue
         name = named
         if name in held or name in values:
-            raise LayoutError(f"{OP}: rename makes {name!r} of {old!r} and of another key of the state_dict")
+            raise LayoutError(f"rename makes {name!r} of {old!r} and of another key of the state_dict")
         keys[name] = old
         if isinstance(value, torch.Tensor | TensorSpec):
             each = held[name] = reading.held(old, value)
@@ -224,96 +154,101 @@ def checked_call(rank: int, given: Given) -> StateCall:
         elif not (obstacle := not_carried(value)):
             if selected(name):
                 values[name] = carried(value)
-        elif options["strict"]:
+        elif terms.strict:
             raise LayoutError(
-                f"{OP}: {old!r} holds {obstacle}; tensors travel, and {CARRIED}; leave it out or pass "
-                "strict=False"
+                f"{old!r} holds {obstacle}; tensors travel, and {CARRIED}; leave it out or pass strict=False"
             )
     outputs = {name: out for name, out in outs.items() if selected(name)}
     for name, out in outputs.items():
         _check_out(rank, name, out, wanted, meshes)
     out_ties = same_memory(outputs.items())
-    check_outs({name: local_of(out) for name, out in outputs.items() if name not in out_ties}, OP)
-    return StateCall(
+    check_outs({name: local_of(out) for name, out in outputs.items() if name not in out_ties})
+    own, _ = _chosen("own", given.own)
+    loaded = _loaded(given.loaded)
+    by_name = given.dtype if isinstance(given.dtype, Mapping) and given.only is None else ()
+    side = StateSide(
         held=held,
-        tensors=tensors,
         wanted=wanted,
-        meshes=meshes,
-        outs=outputs,
-        values=values,
-        keys=keys,
-        here=frozenset(tensors),
+        outs={
+            name: Output(tuple(out.shape), out.dtype, not isinstance(out, DTensor))
+            for name, out in outputs.items()
+        },
         ties=same_memory(tensors.items()),
         out_ties=out_ties,
+        carried=values,
         renamed=renamed,
         unmatched={
-            "rename": unmatched,
-            "only": [name for name in listed if name not in wanted and name not in values],
-            "layouts": [new_name(old) or old for old in layouts if old not in state],
-            "dtype": [name for name in given.dtype if name not in wanted]
-            if isinstance(given.dtype, Mapping) and given.only is None
-            else [],
+            "rename": tuple(unmatched),
+            "only": tuple(name for name in listed if name not in wanted and name not in values),
+            "layouts": tuple(new_name(old) or old for old in layouts if old not in state),
+            "dtype": tuple(name for name in by_name if name not in wanted),
         },
         selects=given.only is not None,
-        own=_own(given.own, [*held, *values]),
-        loaded=read_loaded(given.loaded, OP),
+        own=tuple(name for name in (*held, *values) if own(name)),
+        loaded={
+            name: LoadedBoxes(parts[0][1].dtype, parts[0][1].device.type, tuple(box for box, _ in parts))
+            for name, parts in loaded.items()
+        },
         maps=maps,
         scales=_scales(given.scales),
-        options=options,
-        topology=given.topology,
+        options=terms,
+        obstacles=(own_obstacle(copies_only=False), own_obstacle(copies_only=True)),
+    )
+    return StateCall(side, tensors, frozenset(tensors), meshes, outputs, keys, loaded, given.topology)
+
+
+def _terms(given: Given) -> Terms:
+    limit, dtype = given.max_bytes_in_flight, given.dtype
+    return Terms(
+        None if limit is None else checks.integer("max_bytes_in_flight", limit, 1, checks.MAX_INT64),
+        bool(given.digest),
+        bool(given.strict),
+        checks.choice("strategy", given.strategy, STRATEGIES),
+        _floating(dtype) if isinstance(dtype, torch.dtype | str) else None,
+        given.lost,
     )
 
 
-def _own(own: Any, names: Sequence[str]) -> list[str]:
-    """The entries of this rank that are its own."""
-    if callable(own):
-        return [name for name in names if own(name)]
-    chosen = set(checks.listed(f"{OP}: own", own))
-    return [name for name in names if name in chosen]
-
-
-def floating_name(dtype: Any) -> str:
+def _floating(dtype: Any) -> torch.dtype:
     found = checks.dtype(dtype)
     if not found.is_floating_point:
-        raise LayoutError(f"{OP}: dtype {found}: only floating-point tensors are cast, to a floating dtype")
-    return checks.dtype_name(found)
+        raise LayoutError(f"dtype {found}: only floating-point tensors are cast, to a floating dtype")
+    return found
 
 
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise LayoutError(f"{OP}: {name} must be a mapping by name, found {type(value).__name__}")
+        raise LayoutError(f"{name} must be a mapping by name, found {type(value).__name__}")
     for key in value:
         if not isinstance(key, str):
-            raise LayoutError(f"{OP}: {name} has the key {checks.shown(key)}; names are text")
+            raise LayoutError(f"{name} has the key {checks.shown(key)}; names are text")
     return value
 
 
-def _maps(given: Any) -> list[TensorMap]:
-    maps = [given] if isinstance(given, TensorMap) else list(checks.listed(f"{OP}: maps", given or ()))
+def _maps(given: Any) -> tuple[TensorMap, ...]:
+    maps = (given,) if isinstance(given, TensorMap) else checks.listed("maps", given or ())
     made: set[str] = set()
     for each in maps:
         if not isinstance(each, TensorMap):
-            raise LayoutError(f"{OP}: maps has {checks.shown(each)}: expected a meshcast.TensorMap")
+            raise LayoutError(f"maps has {checks.shown(each)}: expected a meshcast.TensorMap")
         for name in each.target_names():
             if name in made:
-                raise LayoutError(f"{OP}: two maps make {name!r}")
+                raise LayoutError(f"two maps make {name!r}")
             made.add(name)
         if not each.targets:
-            raise LayoutError(f"{OP}: {each} has no targets")
+            raise LayoutError(f"{each} has no targets")
     return maps
 
 
-def _selection(only: Any) -> tuple[Callable[[str], bool], Sequence[str]]:
-    """Returns a test for the names that a call is about, and the names that are listed."""
-    if only is None:
-        return (lambda _: True), ()
-    if callable(only):
-        return (lambda name: bool(only(name))), ()
-    listed = checks.listed(f"{OP}: only", only)
-    chosen = set(listed)
-    return (lambda name: name in chosen), listed
+def _chosen(what: str, given: Any) -> tuple[Callable[[str], bool], Sequence[str]]:
+    """Reads names, or a function of the name. Returns a test for what they choose, and names that are
+    listed."""
+    if callable(given):
+        return (lambda name: bool(given(name))), ()
+    listed = checks.listed(what, given)
+    return set(listed).__contains__, listed
 
 
 def _renaming(
@@ -332,40 +267,40 @@ def _renaming(
 
 def _name(old: str, new: Any) -> str | None:
     if new is not None and not isinstance(new, str):
-        raise LayoutError(f"{OP}: rename makes {checks.shown(new)} of {old!r}: expected a name, or None")
+        raise LayoutError(f"rename makes {checks.shown(new)} of {old!r}: expected a name, or None")
     return new
 
 
-def _dtypes(given: Any) -> Callable[[str], str | None]:
+def _dtypes(given: Any) -> Callable[[str], torch.dtype | None]:
     """The dtype asked for by name, where that differs by name."""
     if given is None or isinstance(given, torch.dtype | str):
         return lambda _: None
     if not callable(given) and not isinstance(given, Mapping):
         raise LayoutError(
-            f"{OP}: dtype {checks.shown(given)}: expected a torch dtype, a mapping by name or a function of "
+            f"dtype {checks.shown(given)}: expected a torch dtype, a mapping by name or a function of "
             "the name"
         )
     ask = given.get if isinstance(given, Mapping) else given
 
-    def asked(name: str) -> str | None:
+    def asked(name: str) -> torch.dtype | None:
         found = ask(name)
-        return None if found is None else floating_name(found)
+        return None if found is None else _floating(found)
 
     return asked
 
 
-def _scales(given: Any) -> dict[str, Any]:
-    scales: dict[str, Any] = {}
+def _scales(given: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
+    scales: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, pair in _mapping("scales", given).items():
-        read = checks.listed(f"{OP}: scales of {name!r}", pair)
+        read = checks.listed(f"scales of {name!r}", pair)
         if len(read) != 2 or not isinstance(read[0], str):
             raise LayoutError(
-                f"{OP}: scales has {checks.shown(pair)} for {name!r}: expected the name of its scales and "
+                f"scales has {checks.shown(pair)} for {name!r}: expected the name of its scales and "
                 "the sizes of a block"
             )
-        block = checks.listed(f"{OP}: block of {name!r}", read[1])
-        sizes = [checks.integer(f"{OP}: block of {name!r}", by, 1, checks.MAX_INT64) for by in block]
-        scales[name] = [read[0], sizes]
+        block = checks.listed(f"block of {name!r}", read[1])
+        sizes = tuple(checks.integer(f"block of {name!r}", by, 1, checks.MAX_INT64) for by in block)
+        scales[name] = (read[0], sizes)
     return scales
 
 
@@ -373,26 +308,290 @@ def _check_out(
     rank: int, name: str, out: Any, wanted: Mapping[str, Wanted], meshes: Mapping[str, Any]
 ) -> None:
     if name not in wanted:
-        raise LayoutError(f"{OP}: out has {name!r}, for which no destination is given")
+        raise LayoutError(f"out has {name!r}, for which no destination is given")
     if not isinstance(out, torch.Tensor):
-        raise LayoutError(f"{OP}: the output of {name!r} is a {type(out).__name__}, expected a DTensor")
+        raise LayoutError(f"the output of {name!r} is a {type(out).__name__}, expected a DTensor")
     where = wanted[name].layout
     if isinstance(out, DTensor):
         mesh, placements = meshes.get(name, (None, ()))
         if mesh is None:
-            raise LayoutError(f"{OP}: the output of {name!r} is a DTensor, its destination {where} plain")
+            raise LayoutError(f"the output of {name!r} is a DTensor, its destination {where} plain")
         if out.device_mesh is mesh and out.placements == tuple(placements):
             return  # as for most of a state: reading a mesh costs more than all else here
         expected = Layout(mesh, positive_placements(placements, out.ndim))
         found = Layout(out.device_mesh, out.placements)
         if expected != found or out.device_mesh != mesh:
-            raise LayoutError(f"{OP}: the output of {name!r} is under {found}, its destination is {expected}")
+            raise LayoutError(f"the output of {name!r} is under {found}, its destination is {expected}")
         return
     whole = not where.by_boxes and all(p.is_replicate() for p in where.placements)
     if not (wanted[name].plain or whole):
         raise LayoutError(
-            f"{OP}: the output of {name!r} is a plain tensor, its destination {where} no whole copy; give a "
+            f"the output of {name!r} is a plain tensor, its destination {where} no whole copy; give a "
             "DTensor, or a Layout as destination"
         )
     if rank not in where.ranks:
-        raise LayoutError(f"{OP}: rank {rank} has an output for {name!r}, but is not in {where}")
+        raise LayoutError(f"rank {rank} has an output for {name!r}, but is not in {where}")
+
+
+def _loaded(given: Any) -> Loaded:
+    """The argument {name: [(box, tensor)]}, checked. Raises LayoutError naming the entry that is wrong."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise LayoutError(f"loaded must be a mapping by name, found {type(given).__name__}")
+    found: Loaded = {}
+    for name, parts in given.items():
+        pairs = [checks.listed(f"loaded {name!r}", pair) for pair in checks.listed("loaded", parts)]
+        if any(len(pair) != 2 or not isinstance(pair[1], torch.Tensor) for pair in pairs):
+            raise LayoutError(f"loaded has {checks.shown(parts)} for {name!r}: expected (box, tensor) pairs")
+        if not pairs:
+            continue
+        try:
+            _, read = read_boxes({0: [box for box, _ in pairs]})
+        except LayoutError as error:
+            raise LayoutError(f"loaded {name!r}: {error}") from None
+        boxes = read[0]
+        tensors = [tensor.detach() for _, tensor in pairs if tensor.numel()]
+        if [extents(box) for box in boxes] != [tuple(tensor.shape) for tensor in tensors]:
+            raise LayoutError(
+                f"loaded {name!r} has boxes {', '.join(map(box_text, boxes))} for tensors of shapes "
+                f"{[tuple(tensor.shape) for tensor in tensors]}; a tensor has just the elements of its box"
+            )
+        if len({(tensor.dtype, tensor.device.type) for tensor in tensors}) > 1:
+            raise LayoutError(f"loaded {name!r} has tensors of different dtypes or devices")
+        if tensors:
+            found[name] = list(zip(boxes, tensors, strict=True))
+    return found
+
+
+class _Reading:
+    """Reads entries for one rank, each distinct layout once."""
+
+    def __init__(
+        self, rank: int, layouts: Mapping[str, Any], numbers: Mapping[int, int] | None = None
+    ) -> None:
+        """numbers: of ranks in what is held, by what meshes and layouts there call them; None: the same."""
+        self._rank = rank
+        self._layouts = layouts
+        self._numbers = numbers
+        self._then = next((old for old, new in (numbers or {}).items() if new == rank), None)
+        self._known: dict[Any, tuple[Layout, Family | None]] = {}
+
+    def held(self, name: str, value: torch.Tensor | TensorSpec) -> Held:
+        """Raises LayoutError for a tensor that cannot be described."""
+        if isinstance(value, DTensor):
+            spec = value._spec
+            meta = spec.tensor_meta
+            assert meta is not None  # of a DTensor there is one
+            key = (spec.mesh, spec.placements, getattr(spec, "shard_order", None), len(meta.shape))
+            found = self._known.get(key)
+            if found is None:
+                source = source_of(value, self._rank, False, ranks_of=self._ranks_of)
+                found = self._known[key] = self._called(name, source.layout, family_of(spec.mesh))
+            return Held(tuple(meta.shape), meta.dtype, found[0], spec.mesh.device_type, found[1])
+        if isinstance(value, TensorSpec):
+            renumbers = self._numbers is not None
+            source = source_of(value, self._rank, False, spec_inside=renumbers, ranks_of=self._ranks_of)
+            layout, family = self._called(name, source.layout, family_of(value.mesh))
+            if self._rank in layout.ranks:
+                raise LayoutError(f"rank {self._rank} holds {name!r} and must pass its DTensor, not a spec")
+            return Held(source.shape, source.dtype, layout, source.device_type, family)
+        device = value.device.type
+        given = self._layouts.get(name)
+        if given is None:
+            return Held(tuple(value.shape), value.dtype, None, device)
+        layout, shape = _given_layout(name, given, value)
+        layout, _ = self._called(name, layout, None)
+        local = layout.local_shapes(shape).get(self._rank)
+        if local != tuple(value.shape):
+            raise LayoutError(
+                f"{name!r} has the local shape {tuple(value.shape)}, but {layout} of {shape} gives "
+                f"rank {self._rank} {'nothing' if local is None else local}"
+            )
+        return Held(shape, value.dtype, layout, device)
+
+    def _ranks_of(self, mesh: DeviceMesh) -> Any:
+        return mesh if self._numbers is None else ranks_then(mesh, self._then)
+
+    def _called(self, name: str, layout: Layout, family: Family | None) -> tuple[Layout, Family | None]:
+        """With the numbers that ranks have now."""
+        if self._numbers is None:
+            return layout, family
+        if layout.has_partial:
+            raise LayoutError(
+                f"{name!r} under {layout} holds Partial, whose values are reduced in the group of "
+                "then; reduce it there"
+            )
+        layout = renumbered(layout, self._numbers, f"{name!r}")
+        if family is not None:
+            ranks = tuple(self._numbers.get(rank, -1 - rank) for rank in family.ranks)
+            family = family._replace(ranks=ranks)
+        return layout, family
+
+    def wanted(
+        self, name: str, where: Any, dtype: torch.dtype | None, floats: bool
+    ) -> tuple[Wanted, DeviceMesh | None, Any]:
+        """A destination, with its mesh and placements where it has some."""
+        if isinstance(where, Layout):
+            where = (where, "cpu")
+        pair = where if isinstance(where, tuple | list) and len(where) == 2 else (None, None)
+        if isinstance(pair[0], Layout) and pair[1] in ("cpu", "cuda"):
+            if pair[0].has_partial:
+                raise LayoutError(f"the destination of {name!r}, {pair[0]}, holds Partial")
+            return Wanted(pair[0], pair[1], None, dtype, True, floats), None, None
+        if not isinstance(pair[0], DeviceMesh):
+            raise LayoutError(
+                f"the destination of {name!r} must be (mesh, placements) or a Layout, found "
+                f"{checks.shown(where)}"
+            )
+        mesh, placements = pair[0], checks.listed(f"placements of {name!r}", pair[1])
+        found = self._known.get((mesh, placements))
+        if found is None:
+            layout = Layout(mesh, placements)
+            if layout.has_partial:
+                raise LayoutError(
+                    f"destination placements {placements} of {name!r} hold Partial; ask for Replicate "
+                    "or Shard instead"
+                )
+            found = self._known[mesh, placements] = (layout, family_of(mesh))
+        return Wanted(found[0], mesh.device_type, found[1], dtype, False, floats), mesh, placements
+
+
+def _given_layout(name: str, given: Any, value: torch.Tensor) -> tuple[Layout, tuple[int, ...]]:
+    """A layout of `layouts=` and the global shape."""
+    layout, shape = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    if not isinstance(layout, Layout):
+        raise LayoutError(
+            f"layouts has {checks.shown(given)} for {name!r}: expected a Layout, or (Layout, shape)"
+        )
+    if shape is not None:
+        return layout, checks.shape(shape)
+    if layout.by_boxes:  # they end where the tensor does
+        boxes = [box for _, pieces in layout._held for box, *_ in pieces]
+        return layout, tuple(max(box[d][1] for box in boxes) for d in range(len(boxes[0])))
+    if all(p.is_replicate() for p in layout.placements):
+        return layout, tuple(value.shape)
+    raise LayoutError(
+        f"layouts has {layout} for {name!r}, which does not say how large the tensor is; give (Layout, shape)"
+    )
+
+
+State = Mapping[str, Any] | torch.nn.Module | Callable[[], Mapping[str, Any]]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_Owner = tuple[weakref.ref[Any], str]  # an object, and its attribute or the name of its parameter or buffer
+
+
+class Current:
+    """A state that may get other memory between calls.
+
+    given: {name: entry}, a module, whose state_dict() is taken at each look, or a function that returns a
+    mapping, which is called at each look. Entries of a mapping that share the memory of a module's parameters
+    or buffers, as those of its state_dict() do, stand for these: where the module has its tensor in other
+    memory by now, the look finds that one. None: no entries.
+
+    Raises LayoutError for anything else.
+    """
+
+    def __init__(self, what: str, given: Any) -> None:
+        self._what, self.given = what, given
+        self._entries: dict[str, Any] = {}  # of the mapping, as they were when it last changed
+        self._memories: dict[str, Any] = {}
+        self._owners: dict[str, list[_Owner]] = {}
+        module = isinstance(given, torch.nn.Module)
+        self._ask: Callable[[], Any] | None = None
+        if module or (callable(given) and not isinstance(given, Mapping)):
+            self._ask = given.state_dict if module else given
+        elif given is not None:
+            self.look()
+
+    def look(self) -> Mapping[str, Any]:
+        """The state as it is now. Raises what the function raises, and LayoutError where it returns no
+        mapping."""
+        given = self.given if self._ask is None else self._ask()
+        if given is None:
+            return {}
+        if not isinstance(given, Mapping):
+            raise LayoutError(
+                f"{self._what} must be a mapping by name, a module or a function that returns a mapping, "
+                f"found {checks.shown(given)}"
+            )
+        return given if self._ask is not None else self._followed(given)
+
+    def _followed(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        memories = {name: _memory(x) for name, x in given.items() if isinstance(x, torch.Tensor)}
+        # Only of entries that the user has changed: the owners of others may have moved since.
+        changed = {
+            name: memory
+            for name, memory in memories.items()
+            if self._entries.get(name) is not given[name] or self._memories[name] != memory
+        }
+        if changed or len(memories) < len(self._memories):
+            self._entries, self._memories = {name: given[name] for name in memories}, memories
+            kept = {n: own for n, own in self._owners.items() if n in memories and n not in changed}
+            self._owners = kept | _owners(self._entries, changed)
+        moved = {}
+        for name, owners in self._owners.items():
+            plain = not isinstance(given[name], DTensor)
+            for owner in owners:
+                tensor = _tensor_of(owner)
+                # In the place of FSDP2's shards a module has the whole parameters now and then.
+                if tensor is not None and isinstance(tensor, DTensor) != plain:
+                    if _memory(tensor) != memories[name]:
+                        moved[name] = tensor.detach()
+                    break
+        return {**given, **moved} if moved else given
+
+
+def _tensor_of(owner: _Owner) -> torch.Tensor | None:
+    holder, name = owner[0](), owner[1]
+    if isinstance(holder, torch.nn.Module):
+        found: Any = holder._parameters.get(name)
+        found = holder._buffers.get(name) if found is None else found
+    else:
+        found = getattr(holder, name, None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are one piece of memory; None for those without memory of their own."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if type(local) not in _PLAIN or local.layout is not torch.strided:
+        return None
+    first = local.data_ptr()  # 0 without elements, and on the meta device
+    return (first, local.dtype, local.shape, local.stride()) if first else None
+
+
+def _owners(entries: Mapping[str, Any], memories: Mapping[str, Any]) -> dict[str, list[_Owner]]:
+    """Returns what has the entries' memory as its own, by name. Reads all objects of the process once."""
+    names: dict[Any, list[str]] = {}
+    for name, memory in memories.items():
+        if memory is not None:
+            names.setdefault(memory, []).append(name)
+    found: dict[str, list[_Owner]] = {}
+    if names:
+        for holder, attribute, tensor in _held():
+            for name in names.get(_memory(tensor), ()):
+                if isinstance(tensor, DTensor) == isinstance(entries[name], DTensor):
+                    found.setdefault(name, []).append((weakref.ref(holder), attribute))
+    return found
+
+
+def _held() -> Iterator[tuple[Any, str, torch.Tensor]]:
+    """The parameters and buffers of all modules, then the shards that FSDP2 keeps of parameters."""
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
+    kept = (fsdp.FSDPParam,) if fsdp is not None else ()
+    sharded = []
+    for each in gc.get_objects():
+        kind = type(each)  # isinstance() would ask proxies, which may do anything
+        if issubclass(kind, torch.nn.Module):
+            for tensors in (each.__dict__.get("_parameters"), each.__dict__.get("_buffers")):
+                for name, tensor in (tensors or {}).items():
+                    if isinstance(tensor, torch.Tensor):
+                        yield each, name, tensor
+        elif issubclass(kind, kept):
+            sharded.append(each)
+    for each in sharded:
+        tensor = getattr(each, "sharded_param", None)
+        if isinstance(tensor, torch.Tensor):
+            yield each, "sharded_param", tensor

@@ -7,39 +7,28 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..base import checks
-from ..base.boxes import Piece
+from ..base.boxes import Piece, common
 from ..errors import DeadlineExceededError, MeshcastError, mark_told
 from ..groups.parent import ParentGroup
 from ..layout import Box, Layout
 from ..planning.plan import Problem
 from ..transfers.digest import added, pieces_digest, shard_digest
-from ..transfers.gpu import require_gpu
-from ..transfers.medium import Casts, DeviceTypes, Ends, ends_of
+from ..transfers.medium import Casts, Ends, require_gpu
 from ..transfers.transfer import Call, PersistentTransfer, PlanOptions, new_transfer, ranks_of
-from .compiled import Reduction, check_reducible, reduced_layout, reduction_inside, wire_dtype
-from .meshes import Source, ranks_text
-from .state_arguments import StateCall
-from .state_entries import OP, mismatch
-from .state_moves import Agreed, Move, Origin
+from .compiled import Reduction, reduction_inside
+from .meshes import ranks_text
+from .state_entries import OP, Agreed, Move, Terms, mismatch
 
-__all__ = [
-    "Batch",
-    "Digests",
-    "Kept",
-    "Known",
-    "Part",
-    "check_twins",
-    "check_whole",
-    "compile_batches",
-    "torn",
-]
+if TYPE_CHECKING:
+    from ..topology import Topology
+
+__all__ = ["Batch", "Digests", "Kept", "Known", "check_twins", "check_whole", "torn"]
 
 
 _PAUSE = 0.0002  # seconds between two looks at whether a GPU is through
@@ -47,50 +36,50 @@ _PAUSE = 0.0002  # seconds between two looks at whether a GPU is through
 # and message what C++ does.
 _PER_TENSOR, _PER_TASK, _PER_PIECE, _PER_HOP = 4000, 400, 400, 60
 
-Observer = Callable[["Part", str, torch.Tensor], None]
-
-
-@dataclass(frozen=True)
-class Part:
-    """A move on this rank. number: its position among all moves; problem: as it travels; ends: what the
-    transfer is given and fills; reduction: of the source, before it travels."""
-
-    number: int
-    move: Move
-    problem: Problem
-    ends: Ends
-    reduction: Reduction | None
-    sends: bool
-    receives: bool
-
 
 class Batch:
-    """Moves that travel together, at one pair of places. transfer is None on a rank that takes no part."""
+    """Moves that travel together, between one pair of device types."""
 
     def __init__(
-        self, parent: ParentGroup, parts: Sequence[Part], options: PlanOptions, device_types: DeviceTypes
+        self,
+        parent: ParentGroup,
+        moves: Sequence[Move],
+        options: PlanOptions,
+        tensors: Mapping[str, torch.Tensor],
     ) -> None:
-        self.parts = parts
-        self._device_types = device_types
-        self._transfer: PersistentTransfer | None = None
-        self._rank = parent.rank
+        """tensors: that this rank holds, by their names."""
+        self.moves = moves
+        self._device_types = moves[0].device_types
+        self._rank = rank = parent.rank
+        self._sides = [(rank in move.problem.src.ranks, rank in move.problem.dst.ranks) for move in moves]
         self._call: Call | None = None  # since wait_for_turn(), what was started
-        problems = [part.problem for part in parts]
-        if any(part.sends or part.receives for part in parts):
-            casts = None
-            if any(part.ends.source != part.ends.destination for part in parts):
-                casts = Casts(tuple(part.ends for part in parts))
+        self._transfer: PersistentTransfer | None = None  # None on a rank that takes no part
+        self._reductions: dict[str, Reduction] = {}  # of sources, before they travel
+        problems = [move.problem for move in moves]
+        for side, device in enumerate(self._device_types):
+            if device == "cuda" and any(takes_part[side] for takes_part in self._sides):
+                require_gpu(copies_only=self._device_types != ("cuda", "cuda"))
+        for move, (sends, _) in zip(moves, self._sides, strict=True):
+            if sends and move.reduces:
+                x: Any = tensors[move.source]  # Partial: a DTensor
+                layout = Layout(x.device_mesh, x.placements)
+                self._reductions[move.source] = reduction_inside(
+                    x.device_mesh, layout, move.problem.shape, x.dtype
+                )
+        if any(sends or receives for sends, receives in self._sides):
+            ends = tuple(move.ends for move in moves)
+            casts = Casts(ends) if any(each.source != each.destination for each in ends) else None
             self._transfer = new_transfer(
-                parent, problems, OP, options, device_types=device_types, casts=casts
+                parent, problems, OP, options, device_types=self._device_types, casts=casts
             )
         else:
-            parent.private(ranks_of(problems), OP)  # the ranks must exist here as well
+            parent.private(ranks_of(problems))  # the ranks must exist here as well
 
     @property
     def nbytes(self) -> int:
         """The approximate number of bytes that are kept for it."""
         plan = None if self._transfer is None else self._transfer._plan
-        size = len(self.parts) * _PER_TENSOR
+        size = len(self.moves) * _PER_TENSOR
         if plan is not None:
             core = plan._core
             size += core.num_tasks * _PER_TASK + core.num_pieces * _PER_PIECE + core.num_hops * _PER_HOP
@@ -125,29 +114,30 @@ class Batch:
         sent: Mapping[str, torch.Tensor],
         arriving: Mapping[str, torch.Tensor],
         deadline: float,
-        observe: Observer | None,
-    ) -> Call | None:
-        """Moves what this rank sends, from `sent` by source, into the local tensors `arriving` by target."""
+        digests: Digests | None,
+    ) -> list[Call]:
+        """Moves what this rank sends, from `sent` by source, into the local tensors `arriving` by target.
+        Returns the call of the transfer, where this rank takes part."""
         sources: list[torch.Tensor | None] = []
         targets: list[torch.Tensor | None] = []
         outgoing: dict[tuple[str, Ends], torch.Tensor] = {}
         landing: dict[str, torch.Tensor] = {}
-        for part in self.parts:
+        for move, (sends, receives) in zip(self.moves, self._sides, strict=True):
             source = target = None
-            if part.sends:
-                key = (part.move.source, part.ends)
+            if sends:
+                key = (move.source, move.ends)
                 if key not in outgoing:
-                    outgoing[key] = _outgoing(part, sent[part.move.source])
+                    outgoing[key] = self._outgoing(move, sent[move.source])
                 source = outgoing[key]
-            if part.receives:
-                name = part.move.target
-                local = arriving[name]
-                if part.ends.destination != local.dtype or (part.move.through_host and local.is_cuda):
-                    if name not in landing:
-                        device = "cpu" if part.move.through_host else local.device
-                        landing[name] = torch.empty(local.shape, dtype=part.ends.destination, device=device)
-                    local = landing[name]
-                target = local
+            if receives:
+                target = arriving[move.target]
+                if move.ends.destination != target.dtype or (move.through_host and target.is_cuda):
+                    if move.target not in landing:
+                        device = "cpu" if move.through_host else target.device
+                        landing[move.target] = torch.empty(
+                            target.shape, dtype=move.ends.destination, device=device
+                        )
+                    target = landing[move.target]
             sources.append(source)
             targets.append(target)
         call = None
@@ -156,33 +146,32 @@ class Batch:
             call = self._call = self._transfer.launch(sources, targets, left, driven=True)
         try:
             try:  # beside the transfer, which reads the same memory
-                self._observe(observe, "src", sources)
+                self._observe(digests, "src", sources)
             finally:
                 if call is not None:
                     call.wait()
             if call is not None and self._device_types != ("cpu", "cpu"):
                 _end_on_gpu(call, deadline)
-            self._observe(observe, "dst", targets)
+            self._observe(digests, "dst", targets)
             for name, local in landing.items():
                 arriving[name].copy_(local)
         except Exception as error:
             mark_told(error)  # the others are in this call, or have completed it
             raise
-        return call
+        return [] if call is None else [call]
 
-    def _observe(self, observe: Observer | None, side: str, tensors: Sequence[torch.Tensor | None]) -> None:
-        for part, tensor in zip(self.parts, tensors, strict=True):
-            if observe is not None and tensor is not None:
-                observe(part, side, tensor)
+    def _observe(self, digests: Digests | None, side: str, tensors: Sequence[torch.Tensor | None]) -> None:
+        for move, tensor in zip(self.moves, tensors, strict=True):
+            if digests is not None and tensor is not None:
+                digests.observe(move, side, tensor)
 
-
-def _outgoing(part: Part, local: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of the source as the transfer is given it."""
-    if part.reduction is not None:
-        local = part.reduction.run(local)
-    if part.move.through_host:
-        local = local.cpu()
-    return local if local.dtype == part.ends.source else local.to(part.ends.source)
+    def _outgoing(self, move: Move, local: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's shard of the source as the transfer is given it."""
+        if move.reduces:
+            local = self._reductions[move.source].run(local)
+        if move.through_host:
+            local = local.cpu()
+        return local if local.dtype == move.ends.source else local.to(move.ends.source)
 
 
 def _end_on_gpu(call: Call, deadline: float) -> None:
@@ -191,8 +180,7 @@ def _end_on_gpu(call: Call, deadline: float) -> None:
     while not call.is_completed():
         if time.monotonic() >= deadline:
             raise DeadlineExceededError(
-                f"{OP}: the GPU had not finished with what arrived by the limit of the call",
-                op=OP,
+                "the GPU had not finished with what arrived by the limit of the call",
                 phase="transfer",
                 elapsed=time.monotonic() - begin,
             )
@@ -200,80 +188,64 @@ def _end_on_gpu(call: Call, deadline: float) -> None:
     call.wait()  # raises what failed meanwhile
 
 
-def compile_batches(parent: ParentGroup, agreed: Agreed, call: StateCall) -> list[Batch]:
-    """Batches of at most max_bytes_in_flight, in the order of the targets. All moves of a target are in
+def _batches(
+    parent: ParentGroup,
+    agreed: Agreed,
+    limit: int | None,
+    options: PlanOptions,
+    tensors: Mapping[str, torch.Tensor],
+) -> list[Batch]:
+    """Returns batches of at most `limit` bytes, in the order of the targets. All moves of a target are in
     one."""
-    limit = call.options["max_bytes_in_flight"]
-    options = PlanOptions(call.options["strategy"], call.topology)
-    groups: list[tuple[list[Part], int]] = []
-    number = 0
+    groups: list[list[Move]] = []
+    size = 0  # of the last one
     for target in agreed.targets.values():
-        parts = []
-        for move in target.moves:
-            parts.append(_part(parent.rank, number, move, call))
-            number += 1
-        if not parts:
+        if not target.moves:
             continue
-        size = sum(_traveling(part) for part in parts)
-        types = parts[0].move.device_types
-        joins = bool(groups) and groups[-1][0][-1].move.device_types == types
-        if joins and (limit is None or groups[-1][1] + size <= limit):
-            groups[-1][0].extend(parts)
-            groups[-1] = (groups[-1][0], groups[-1][1] + size)
+        more = sum(map(_traveling, target.moves))
+        joins = bool(groups) and groups[-1][-1].device_types == target.moves[0].device_types
+        if joins and (limit is None or size + more <= limit):
+            groups[-1] += target.moves
+            size += more
         else:
-            groups.append((parts, size))
-    return [Batch(parent, parts, options, parts[0].move.device_types) for parts, _ in groups]
+            groups.append(list(target.moves))
+            size = more
+    return [Batch(parent, moves, options, tensors) for moves in groups]
 
 
-def _traveling(part: Part) -> int:
+def _traveling(move: Move) -> int:
     """Bytes of what the destination wants of a source, once."""
-    shape, dtype, _, dst = part.problem
+    shape, dtype, _, dst = move.problem
     if not dst.by_boxes:
         return checks.total_bytes(shape, dtype)
     tiles = dst._core(shape).tiles(shape)
     return sum(checks.total_bytes([hi - lo for lo, hi in box], dtype) for box, _ in tiles)
 
 
-def _part(rank: int, number: int, move: Move, call: StateCall) -> Part:
-    # A digest of values that are reduced on the way could not be taken at their source.
-    source = Source(move.shape, move.dtype, move.src, None, reduce_first=call.options["digest"])
-    src = move.src
-    if src.has_partial:
-        check_reducible(src, move.dtype, OP)
-        if not source.reduced_on_the_way:
-            src = reduced_layout(src)
-    wire = wire_dtype(source, move.result_dtype)
-    ends = ends_of(move.dtype, wire, move.result_dtype, move.device_types)
-    sends, receives = rank in src.ranks, rank in move.dst.ranks
-    for side, device in zip((sends, receives), move.device_types, strict=True):
-        if side and device == "cuda":
-            require_gpu(OP, copies_only=move.device_types != ("cuda", "cuda"))
-    reduction = None
-    if src is not move.src and sends:
-        x = call.tensors[move.source]
-        mesh, placements = x.device_mesh, x.placements  # type: ignore[attr-defined]  # Partial: a DTensor
-        reduction = reduction_inside(mesh, Layout(mesh, placements), move.shape, move.dtype)
-    return Part(number, move, Problem(move.shape, wire, src, move.dst), ends, reduction, sends, receives)
-
-
 _MOST_BYTES = 256 << 20  # of a process group's kinds of call, as Batch.nbytes counts
 
 
-@dataclass
 class Known:
-    """The compiled form of a kind of call. Calls of one number are of one kind on all ranks. values: entries
-    that are no tensors, by the rank that told them last, as text."""
+    """A kind of call as the ranks agreed on it. Calls of one number are of one kind on all ranks. values:
+    entries that are no tensors, by the rank that sent them last, as text; batches: once it was compiled."""
 
-    number: int
-    agreed: Agreed
-    batches: list[Batch]
-    values: dict[int, dict[str, Any]]
-    parts: list[Part] = field(init=False)
-    sources: list[str] = field(init=False)  # names of what travels, each once
+    def __init__(self, number: int, agreed: Agreed, values: dict[int, dict[str, str]]) -> None:
+        self.number, self.agreed, self.values = number, agreed, values
+        self.batches: list[Batch] = []
+        self._compiled = False
 
-    def __post_init__(self) -> None:
-        self.parts = [part for batch in self.batches for part in batch.parts]
-        self.sources = list(dict.fromkeys(part.move.source for part in self.parts))
+    def compile(
+        self,
+        parent: ParentGroup,
+        terms: Terms,
+        topology: Topology | None,
+        tensors: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Makes the batches, unless they are there. tensors: that this rank holds."""
+        if not self._compiled:
+            options = PlanOptions(terms.strategy, topology)
+            self.batches = _batches(parent, self.agreed, terms.max_bytes_in_flight, options, tensors)
+            self._compiled = True
 
     @property
     def nbytes(self) -> int:
@@ -321,13 +293,14 @@ class Digests:
     source counts as often as it is wanted: ranks may want boxes that overlap. "all": of all that this rank
     holds of a source by boxes, where another holds the same ones."""
 
-    def __init__(self, rank: int, moves: int) -> None:
+    def __init__(self, rank: int, moves: Sequence[Move]) -> None:
         self._rank = rank
-        self._numbers = {"src": [0] * moves, "dst": [0] * moves, "all": [0] * moves}
+        self._positions = {(move.source, move.target): at for at, move in enumerate(moves)}
+        self._numbers = {side: [0] * len(moves) for side in ("src", "dst", "all")}
 
-    def observe(self, part: Part, side: str, local: torch.Tensor) -> None:
+    def observe(self, move: Move, side: str, local: torch.Tensor) -> None:
         """Takes the digest of a shard, of its values as they travel."""
-        shape, dtype, src, dst = part.problem
+        shape, dtype, src, dst = move.problem
         if not (src.by_boxes or dst.by_boxes):
             digest = shard_digest(local, src if side == "src" else dst, shape, self._rank, dtype)
         elif side == "dst":
@@ -335,16 +308,17 @@ class Digests:
         else:
             own = src.pieces(shape)[self._rank][1]
             if any(self._rank in ranks and len(ranks) > 1 for ranks in _holders(src, shape).values()):
-                self._note("all", part, pieces_digest(local, own, shape, dtype))
+                self._note("all", move, pieces_digest(local, own, shape, dtype))
             digest = added(
                 each
-                for box, times in _counted(part.problem, self._rank)
+                for box, times in _counted(move.problem, self._rank)
                 for each in [pieces_digest(local, _inside(own, box), shape, dtype)] * times
             )
-        self._note(side, part, digest)
+        self._note(side, move, digest)
 
-    def _note(self, side: str, part: Part, digest: int) -> None:
-        self._numbers[side][part.number] = (digest + _MODULUS // 2) % _MODULUS - _MODULUS // 2
+    def _note(self, side: str, move: Move, digest: int) -> None:
+        signed = (digest + _MODULUS // 2) % _MODULUS - _MODULUS // 2
+        self._numbers[side][self._positions[move.source, move.target]] = signed
 
     def row(self) -> list[int]:
         return self._numbers["src"] + self._numbers["dst"] + self._numbers["all"]
@@ -368,9 +342,9 @@ def _counted(problem: Problem, rank: int) -> list[tuple[Box, int]]:
     for box, holders in src._core(shape).tiles(shape):
         if holders[0] == rank:
             for other, ranks in wanted:
-                common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
-                if all(low < high for low, high in common):
-                    found.append((common, len(ranks)))
+                both = common(box, other)
+                if both is not None:
+                    found.append((both, len(ranks)))
     return found
 
 
@@ -378,72 +352,65 @@ def _inside(pieces: Sequence[Piece], box: Box) -> list[Piece]:
     """The parts of pieces that are in a box."""
     found = []
     for own, at, axes, steps in pieces:
-        common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, box, strict=True))
-        if all(low < high for low, high in common):
+        both = common(own, box)
+        if both is not None:
             local = list(at)
-            for dim, ((low, _), (begin, _)) in enumerate(zip(own, common, strict=True)):
+            for dim, ((low, _), (begin, _)) in enumerate(zip(own, both, strict=True)):
                 local[axes[dim] if axes else dim] += (begin - low) * (steps[dim] if steps else 1)
-            found.append((common, tuple(local), axes, steps))
+            found.append((both, tuple(local), axes, steps))
     return found
 
 
-def check_whole(
-    parts: Sequence[Part], changed: Sequence[str], rows: Mapping[int, list[int]], rank: int, digest: bool
-) -> None:
+def check_whole(agreed: Agreed, rows: Mapping[int, list[int]], digest: bool) -> None:
     """Raises unless every holder's weights stayed as they were, and, with digests, arrived as they were.
-    parts: by number. changed: names by the number that rows begin with, -1 where nothing changed."""
-    for other, row in rows.items():
+    Rows begin with the number of the source that changed, -1 where none did."""
+    for rank, row in rows.items():
         if row[0] >= 0:
             raise torn(
-                f"rank {other} changed {changed[row[0]]!r} in place while it travelled; let the call "
+                f"rank {rank} changed {agreed.sources[row[0]]!r} in place while it travelled; let the call "
                 "return before the next optimiser step",
                 rank,
-                other,
             )
     if not digest:
         return
-    for number, part in enumerate(parts):
-        name = part.move.source
-        shape, _, src, dst = part.problem
-        sent = {other: row[1 + number] for other, row in rows.items()}
-        arrived = {other: row[1 + len(parts) + number] for other, row in rows.items()}
+    count = len(agreed.moves)
+    for number, move in enumerate(agreed.moves):
+        name = move.source
+        shape, _, src, dst = move.problem
+        sent, arrived, whole = (
+            {rank: row[1 + part * count + number] for rank, row in rows.items()} for part in range(3)
+        )
         if src.by_boxes:
-            whole = {other: row[1 + 2 * len(parts) + number] for other, row in rows.items()}
             for owners in _holders(src, shape).values():
-                for other in owners[1:]:
-                    if whole[owners[0]] != whole[other]:
-                        raise _unlike(name, owners[0], other, "source", rank)
+                for rank in owners[1:]:
+                    if whole[owners[0]] != whole[rank]:
+                        raise _differ(name, owners[0], rank, "source")
         if src.by_boxes or dst.by_boxes:
             same = added(sent.values()) == added(arrived.values())
         else:
-            same = _total(name, shape, src, "source", sent, rank) == _total(
-                name, shape, dst, "result", arrived, rank
-            )
+            same = _total(name, shape, src, "source", sent) == _total(name, shape, dst, "result", arrived)
         if not same:
-            raise torn(f"{name!r} did not arrive as it was sent: the digests differ", rank, None)
+            raise torn(f"{name!r} did not arrive as it was sent: the digests differ")
 
 
-def check_twins(twins: Mapping[str, Origin], rows: Mapping[int, list[int]], rank: int) -> None:
-    """Raises unless the meshes that hold a tensor hold the same values. rows: the digest of each one in its
-    order, by rank."""
-    for number, (name, origin) in enumerate(twins.items()):
-        digests = {other: row[number] for other, row in rows.items()}
-        totals = [_total(name, origin.shape, twin, "source", digests, rank) for twin in origin.twins]
+def check_twins(agreed: Agreed, rows: Mapping[int, list[int]]) -> None:
+    """Raises unless the meshes that hold a tensor hold the same values. rows: the digest of each of the twins
+    in their order, by rank."""
+    for number, (name, (shape, layouts)) in enumerate(agreed.twins.items()):
+        digests = {rank: row[number] for rank, row in rows.items()}
+        totals = [_total(name, shape, layout, "source", digests) for layout in layouts]
         if len(set(totals)) > 1:
             texts = (
-                f"{ranks_text(twin.ranks)} (digest {total:016x})"
-                for twin, total in zip(origin.twins, totals, strict=True)
+                f"{ranks_text(layout.ranks)} (digest {total:016x})"
+                for layout, total in zip(layouts, totals, strict=True)
             )
             raise mismatch(
                 f"{name!r} has other values on {' than on '.join(texts)}; make them equal, or leave the name "
-                "out on all ranks but those of one mesh",
-                rank,
+                "out on all ranks but those of one mesh"
             )
 
 
-def _total(
-    name: str, shape: tuple[int, ...], layout: Layout, what: str, digests: Mapping[int, int], rank: int
-) -> int:
+def _total(name: str, shape: tuple[int, ...], layout: Layout, what: str, digests: Mapping[int, int]) -> int:
     """The digest of the whole tensor, once the replicas of each shard agree. digests: by rank that is not
     lost."""
     first: dict[tuple[Box, ...], int] = {}
@@ -452,13 +419,13 @@ def _total(
             continue
         same = first.setdefault(tuple(boxes), owner)
         if digests[same] != digests[owner]:
-            raise _unlike(name, same, owner, what, rank)
+            raise _differ(name, same, owner, what)
     return added(digests[owner] for owner in first.values())
 
 
-def _unlike(name: str, a: int, b: int, what: str, rank: int) -> MeshcastError:
-    return torn(f"the replicas of {name!r} on ranks {a} and {b} differ ({what})", rank, b)
+def _differ(name: str, a: int, b: int, what: str) -> MeshcastError:
+    return torn(f"the replicas of {name!r} on ranks {a} and {b} differ ({what})", b)
 
 
-def torn(text: str, rank: int, peer: int | None) -> MeshcastError:
-    return MeshcastError(f"{OP}: {text}", rank=rank, peer=peer, op=OP, phase="transfer")
+def torn(text: str, peer: int | None = None) -> MeshcastError:
+    return MeshcastError(text, peer=peer, phase="transfer")

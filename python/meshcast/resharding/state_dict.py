@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
-from ..groups.parent import parent_group, seconds
-from ..groups.telling import raise_refused
+from ..groups.parent import parent_group, raise_refused, seconds
 from ..layout import Layout
 from ..transfers.handle import Handle
-from ..transfers.transfer import Call
 from .meshes import check_lost, lost_ranks
-from .state_arguments import Given, StateCall
-from .state_batches import Batch, Known
-from .state_entries import OP, carried, is_carried, local_of, same_memory
-from .state_run import Conversation, Memory, Prepared, ReshardedState, conversation, started
+from .state_arguments import Given
+from .state_entries import OP
+from .state_run import Memory, Repeated, ReshardedState, StateRun, conversation, started
 from .tensor_map import TensorMap
 
 if TYPE_CHECKING:
@@ -36,14 +31,7 @@ if TYPE_CHECKING:
 
     from ..topology import Topology
 
-__all__ = [
-    "Repeated",
-    "ReshardedState",
-    "StateOptions",
-    "StateResharder",
-    "likeness",
-    "reshard_state_dict",
-]
+__all__ = ["ReshardedState", "StateOptions", "StateResharder", "reshard_state_dict"]
 
 
 Where = tuple[DeviceMesh, "Sequence[Placement]"] | Layout | tuple[Layout, str]
@@ -194,8 +182,8 @@ def reshard_state_dict(
     """
     try:
         parent = parent_group(group, OP)
-        dead = lost_ranks(lost, OP)
-        check_lost(dead, parent.rank, OP)
+        dead = lost_ranks(lost)
+        check_lost(dead, parent.rank)
     except Exception as error:
         raise_refused(error, OP, (), group, timeout)
     limit, wrong = parent.timeout, None
@@ -203,7 +191,6 @@ def reshard_state_dict(
         limit = seconds(timeout, parent.timeout)
     except Exception as error:
         wrong = error
-    deadline = time.monotonic() + limit
     given = Given(
         state_dict,
         destinations,
@@ -221,103 +208,11 @@ def reshard_state_dict(
         topology=topology,
         lost=tuple((each, each) for each in dead),
     )
-    prepared = Prepared(parent.rank, given, version, wrong=wrong)
+    deadline = time.monotonic() + limit
+    run = StateRun(parent.rank, given, version, wrong=wrong)
     if async_op:
-        return started(parent, prepared, limit, lost=dead, copy=copy)
-    result = ReshardedState()
-    conversation(parent, dead).run(prepared, deadline, result)
-    return result
-
-
-class Repeated:
-    """The calls of one rank. One of another kind than the last is right all the same, and compiled anew."""
-
-    def __init__(self, rank: int, given: Given) -> None:
-        """given: what all calls have in common; its state and out are not read."""
-        self._rank = rank
-        self._given = given
-        self._call: StateCall | None = None  # the last one of its kind, without its tensors
-        self._key: Any = None
-        self._like: dict[str, Any] = {}  # of its entries, by their names in the state_dict
-        self._outs: dict[str, Any] = {}
-        self._known: dict[int, Known] = {}  # by conversation: calls beside others have their own
-
-    def prepared(
-        self, state: Any, out: Any, version: Any, memory: Memory | None, wrong: Exception | None = None
-    ) -> Prepared:
-        """One call, checked. memory: that it will arrive in. wrong: what was found wrong before."""
-        given = replace(self._given, state=state, out=out)
-        if wrong is not None:
-            return Prepared(self._rank, given, version, wrong=wrong)
-        again = self._again(state, out)
-        if again is not None:
-            written = [] if memory is None else list(memory.tensors.values())
-            return Prepared(self._rank, given, version, (again, self._key), written)
-        prepared = Prepared(self._rank, given, version)
-        if prepared.call is not None:
-            self._key = prepared.key
-            self._known.clear()
-            if memory is not None:
-                memory.forget()
-            # Weights that it has sent are none of its business any more.
-            self._call = replace(prepared.call, tensors={}, outs={})
-            self._like = {old: likeness(x) for old, x in (state or {}).items() if not is_carried(x)}
-            self._outs = {name: _place(x) for name, x in prepared.call.outs.items()}
-        return prepared
-
-    def run(
-        self,
-        talk: Conversation,
-        prepared: Prepared,
-        deadline: float,
-        result: ReshardedState,
-        memory: Memory | None = None,
-        moving: Callable[[], None] = lambda: None,
-        moves: Callable[[Sequence[Batch]], None] = lambda _: None,
-    ) -> tuple[Known, list[Call]]:
-        """Runs a call, as Conversation.run does."""
-        same = prepared.key is self._key and prepared.key is not None
-        known = self._known.get(id(talk)) if same else None
-        known, made = talk.run(prepared, deadline, result, known, memory if same else None, moving, moves)
-        if same:
-            self._known[id(talk)] = known
-        return known, made
-
-    def _again(self, state: Any, out: Any) -> StateCall | None:
-        """The last call with other tensors; None where it is of another kind."""
-        call = self._call
-        if call is None or not isinstance(state or {}, Mapping) or not isinstance(out or {}, Mapping):
-            return None
-        state, out = state or {}, out or {}
-        tensors = {old: x for old, x in state.items() if not is_carried(x)}
-        if {old: likeness(x) for old, x in tensors.items()} != self._like:
-            return None
-        if {name: _place(x) for name, x in out.items() if name in call.wanted} != self._outs:
-            return None
-        names = {old: name for name, old in call.keys.items()}
-        sent = {names[old]: x for old, x in tensors.items() if names.get(old) in call.here}
-        values = {names[old]: carried(x) for old, x in state.items() if old in names and is_carried(x)}
-        if values.keys() != call.values.keys() or same_memory(sent.items()) != call.ties:
-            return None
-        outs = {name: x for name, x in out.items() if name in call.wanted}
-        return replace(call, tensors=sent, values=values, outs=outs)
-
-
-def likeness(x: Any) -> Any:
-    """Equal for entries with the same description."""
-    if isinstance(x, DTensor):
-        return x._spec
-    if isinstance(x, torch.Tensor):
-        return x.shape, x.dtype, x.device
-    return x  # a spec, which is equal to itself alone, or what is refused
-
-
-def _place(x: Any) -> Any:
-    """Equal for outputs that are one piece of memory."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    local = local_of(x)
-    return likeness(x), local.data_ptr(), local.shape, local.stride()
+        return started(parent, run, limit, lost=dead, copy=copy)
+    return conversation(parent, dead).run(run, deadline)
 
 
 class StateResharder:
@@ -370,10 +265,8 @@ class StateResharder:
     ) -> ReshardedState:
         """One call. state_dict, out, version, the result and the errors: as for reshard_state_dict."""
         deadline = time.monotonic() + self._limit
-        prepared = self._calls.prepared(state_dict, out, version, self._memory)
-        result = ReshardedState()
-        self._calls.run(conversation(self._parent), prepared, deadline, result, self._memory)
-        return result
+        run = self._calls.prepared(state_dict, out, version, self._memory)
+        return conversation(self._parent).run(run, deadline)
 
     def start(
         self,
@@ -385,9 +278,5 @@ class StateResharder:
     ) -> Handle[ReshardedState]:
         """run() that returns at once; handle.wait() gives the result. copy: of what this rank holds, which
         may be changed from then on."""
-        prepared = self._calls.prepared(state_dict, out, version, self._memory)
-
-        def run(talk: Conversation, deadline: float, result: ReshardedState) -> tuple[Known, list[Call]]:
-            return self._calls.run(talk, prepared, deadline, result, self._memory)
-
-        return started(self._parent, prepared, self._limit, run, copy=copy)
+        run = self._calls.prepared(state_dict, out, version, self._memory)
+        return started(self._parent, run, self._limit, copy=copy)

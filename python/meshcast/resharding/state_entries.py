@@ -1,448 +1,207 @@
-"""The entries of a state dict: what each is and how it lies, on one rank and in the messages that the ranks
-exchange.
+"""The forms of an entry of a state dict between what a rank was given and the transfer: `Held` and `Wanted`,
+the text of a `StateSide`, and the `Move`s into a `Target`, each with the `Problem` that the transfer solves.
 
-Entries that are no tensors travel as text that says their types as well. Text is JSON: what JSON has is
-itself, lists included, and anything else is {kind: content}. Nothing that a text names is imported:
-enumerations and named tuples are looked up among the modules that this process has. Boxes that ranks have
-read from a checkpoint stand beside what they hold, in place of what lost ranks had.
+Boxes that ranks have read from a checkpoint stand beside what they hold, in place of what lost ranks had.
 """
 
 from __future__ import annotations
 
-import base64
-import enum
-import hashlib
-import json
 import math
-import struct
-import sys
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..base import checks
-from ..base.boxes import HeldBoxes, Piece, box_text, extents, read_boxes
-from ..base.checks import Reader
+from ..base.boxes import HeldBoxes, Piece, box_text, extents
+from ..base.checks import dtype_name
+from ..base.wire import once
 from ..errors import LayoutError, PlanMismatchError
 from ..layout import Box, Layout
-from ..spec import TensorSpec
-from ..transfers.medium import settled
-from .compiled import source_of
-from .meshes import Family, family_of, ranks_then, renumbered
+from ..planning.plan import Problem
+from ..transfers.medium import DeviceTypes, Ends, settled
+from .meshes import Family
+from .tensor_map import TensorMap
 
 __all__ = [
-    "CARRIED",
+    "Agreed",
     "Held",
-    "Loaded",
+    "LoadedBoxes",
+    "Move",
     "OP",
     "Output",
-    "Reading",
     "StateSide",
+    "Target",
+    "Terms",
     "Wanted",
-    "as_text",
-    "carried",
-    "decode",
-    "encode",
     "held_text",
-    "is_carried",
     "local_of",
     "memory_with",
     "mismatch",
     "names_text",
-    "not_carried",
-    "read_loaded",
-    "restored",
     "same_memory",
-    "same_values",
-    "shown",
-    "text_digest",
     "wanted_text",
     "with_boxes",
 ]
 
-
-CARRIED = (
-    "None, numbers, text, bytes, enumerations, numpy's scalars and arrays, and lists, tuples, dicts, sets "
-    "and counters of such"
-)
-_PLAIN = (type(None), bool, int, float, str)
-_BUILT = {each.__name__: each for each in (bool, int, float, str, bytes, list, tuple, dict, set, Counter)}
-_MOST_BYTES = 1 << 20  # of a tensor inside an entry, since every rank gets all of it as text
+OP = "reshard_state_dict"
 
 
-class _NotCarriedError(Exception):
-    pass
-
-
-def is_carried(value: Any) -> bool:
-    """Returns whether an entry that is no tensor travels: CARRIED, and small tensors inside of such."""
-    return type(value) in _PLAIN or (not isinstance(value, torch.Tensor) and not not_carried(value))
-
-
-def not_carried(value: Any) -> str:
-    """Returns what keeps an entry from being carried; "" for one that is."""
-    try:
-        _said(value, _MOST_BYTES)
-    except RecursionError:
-        return "itself"
-    except _NotCarriedError as error:
-        return str(error)
-    return ""
-
-
-def carried(value: Any) -> str:
-    """An entry as text."""
-    return json.dumps(_said(value, _MOST_BYTES), separators=(",", ":"))
-
-
-def restored(text: str) -> Any:
-    """Undoes carried(). Raises LayoutError for a class that this process has not imported."""
-    return _value(json.loads(text))
-
-
-def as_text(value: Any, what: str) -> str:
-    """Returns an entry as text, as carried() does, with tensors of any size. Raises LayoutError for what
-    cannot be said. what: the name of the entry in that error."""
-    try:
-        return json.dumps(_said(value, None), separators=(",", ":"))
-    except (_NotCarriedError, RecursionError) as error:
-        raise LayoutError(f"{what} holds {error or 'itself'}: expected {CARRIED}, or tensors") from None
-
-
-def shown(text: str) -> str:
-    """The value of a text, for a message."""
-    try:
-        return checks.shown(restored(text))
-    except LayoutError:
-        return checks.shown(text)
-
-
-def same_values(a: str, b: str) -> bool:
-    """Returns whether two texts say the same values: numbers that are equal, or both NaN, in the same places,
-    and dicts and sets in any order."""
-    return a == b or _same(json.loads(a), json.loads(b))
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        ((kind, first),) = a.items()
-        ((other, second),) = b.items()
-        if kind != other:
-            return False
-        if kind == "dict":
-            return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
-        if kind == "pairs":
-            by_key = {_text(key): item for key, item in second}
-            return len(first) == len(second) and all(
-                _text(key) in by_key and _same(item, by_key[_text(key)]) for key, item in first
-            )
-        return _same(first, second)
-    return bool(a == b or (a != a and b != b))
-
-
-def _text(said: Any) -> str:
-    return json.dumps(said, separators=(",", ":"))
-
-
-def _said(value: Any, most: int | None) -> Any:
-    """most: bytes of a tensor."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if kind is list:
-        return [_said(item, most) for item in value]
-    if kind is dict:
-        if all(type(key) is str for key in value):
-            return {"dict": {key: _said(item, most) for key, item in value.items()}}
-        return {"pairs": _pairs(value, most)}
-    if kind is tuple or kind is torch.Size:
-        return {"tuple" if kind is tuple else "Size": [_said(item, most) for item in value]}
-    if kind is bytes or kind is bytearray:
-        return {kind.__name__: base64.b64encode(value).decode()}
-    if kind is set or kind is frozenset:
-        return {kind.__name__: sorted((_said(item, most) for item in value), key=_text)}
-    if kind is Counter or kind is OrderedDict:
-        return {kind.__name__: _pairs(value, most)}
-    if kind is defaultdict:
-        made = value.default_factory
-        if made is None or _BUILT.get(getattr(made, "__name__", "")) is made:
-            return {"defaultdict": [None if made is None else made.__name__, _pairs(value, most)]}
-    if kind is deque:
-        return {"deque": [value.maxlen, [_said(item, most) for item in value]]}
-    if kind is complex:
-        return {"complex": [value.real, value.imag]}
-    if kind is range:
-        return {"range": [value.start, value.stop, value.step]}
-    if kind in (torch.dtype, torch.device):
-        return {kind.__name__: str(value).removeprefix("torch.")}
-    if isinstance(value, enum.Enum) and _looked_up(*_names(kind)) is kind:
-        return {"enum": [*_names(kind), _said(value.value, most)]}
-    if isinstance(value, tuple) and hasattr(value, "_fields") and _looked_up(*_names(kind)) is kind:
-        return {"named": [*_names(kind), [_said(item, most) for item in value]]}
-    if kind is torch.Tensor and value.layout is torch.strided and not value.requires_grad:
-        if most is None or value.nbytes <= most:
-            return {"tensor": _tensor(value)}
-        raise _NotCarriedError(f"a tensor of {value.nbytes} bytes; give it as an entry of its own")
-    found = _numpy(value)
-    if found is None:
-        raise _NotCarriedError(f"a {kind.__name__}")
-    return found
-
-
-def _pairs(value: Any, most: int | None) -> list[Any]:
-    return [[_said(key, most), _said(item, most)] for key, item in value.items()]
-
-
-def _tensor(value: torch.Tensor) -> list[Any]:
-    local = value.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    words = local.view(torch.uint8)
-    raw = words.numpy().tobytes() if "numpy" in sys.modules else bytes(words.tolist())
-    shape, dtype = list(value.shape), checks.dtype_name(value.dtype)
-    return [dtype, shape, value.device.type, base64.b64encode(raw).decode()]
-
-
-def _numpy(value: Any) -> dict[str, Any] | None:
-    """A scalar or an array of numpy, which need not be installed. None for anything else."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, numpy.generic | numpy.ndarray):
-        return None
-    array = isinstance(value, numpy.ndarray)
-    if value.dtype.kind not in "biufcSUMm" or (array and type(value) is not numpy.ndarray):
-        return None
-    raw = base64.b64encode(value.tobytes()).decode()
-    said = [value.dtype.str, list(value.shape), raw]
-    return {"array" if array else "scalar": said}
-
-
-def _names(kind: type) -> tuple[str, str]:
-    return kind.__module__, kind.__qualname__
-
-
-def _looked_up(module: str, name: str) -> Any:
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
-
-
-def _class(module: str, name: str) -> Any:
-    found = _looked_up(module, name)
-    fits = isinstance(found, type) and (
-        issubclass(found, enum.Enum) or (issubclass(found, tuple) and hasattr(found, "_make"))
-    )
-    if not fits:
-        raise LayoutError(
-            f"an entry holds a {name} of the module {module}, which this process has not imported; import it "
-            "on every rank that calls"
-        )
-    return found
-
-
-def _value(said: Any) -> Any:
-    if isinstance(said, list):
-        return [_value(item) for item in said]
-    if not isinstance(said, dict):
-        return said
-    ((kind, content),) = said.items()
-    return _MAKERS[kind](content)
-
-
-def _values(content: Iterable[Any]) -> list[Any]:
-    return [_value(item) for item in content]
-
-
-def _dict(pairs: Iterable[Any]) -> dict[Any, Any]:
-    return {_value(key): _value(item) for key, item in pairs}
-
-
-def _made_tensor(content: Any) -> torch.Tensor:
-    dtype, shape, device, raw = content
-    flat = torch.frombuffer(bytearray(base64.b64decode(raw)) or bytearray(1), dtype=torch.uint8)
-    size = checks.total_bytes(shape, checks.dtype(dtype))
-    return flat[:size].clone().view(checks.dtype(dtype)).reshape(shape).to(device)
-
-
-def _made_numpy(content: Any, *, array: bool) -> Any:
-    import numpy
-
-    dtype, shape, raw = content
-    found = numpy.frombuffer(base64.b64decode(raw), dtype=numpy.dtype(dtype)).reshape(shape)
-    return found.copy() if array else found[()]
-
-
-_MAKERS: dict[str, Callable[[Any], Any]] = {
-    "dict": lambda content: {key: _value(item) for key, item in content.items()},
-    "pairs": _dict,
-    "tuple": lambda content: tuple(_values(content)),
-    "Size": lambda content: torch.Size(content),
-    "bytes": base64.b64decode,
-    "bytearray": lambda content: bytearray(base64.b64decode(content)),
-    "set": lambda content: set(_values(content)),
-    "frozenset": lambda content: frozenset(_values(content)),
-    "Counter": lambda content: Counter(_dict(content)),
-    "OrderedDict": lambda content: OrderedDict(_dict(content)),
-    "defaultdict": lambda content: defaultdict(
-        None if content[0] is None else _BUILT[content[0]], _dict(content[1])
-    ),
-    "deque": lambda content: deque(_values(content[1]), content[0]),
-    "complex": lambda content: complex(*content),
-    "range": lambda content: range(*content),
-    "dtype": checks.dtype,
-    "device": torch.device,
-    "enum": lambda content: _class(*content[:2])(_value(content[2])),
-    "named": lambda content: _class(*content[:2])._make(_values(content[2])),
-    "tensor": _made_tensor,
-    "array": lambda content: _made_numpy(content, array=True),
-    "scalar": lambda content: _made_numpy(content, array=False),
-}
-
-
-_OP = "reshard_state_dict"
-
-
+@once
 class Held(NamedTuple):
-    """A tensor that this rank holds or has a spec of. layout None: a plain tensor, a copy of which is on
-    every rank that has the name. plain: no DTensor."""
+    """A tensor that is held: as one rank describes what it holds or has a spec of, or as all of them
+    together. layout None, on one rank: a plain tensor, a copy of which is on every rank that has the name."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Layout | None
     device_type: str
-    family: Family | None
-    plain: bool
+    family: Family | None = None
+
+    @property
+    def where(self) -> Layout:
+        """The layout, once the ranks have agreed on it."""
+        assert self.layout is not None
+        return self.layout
 
 
+@once
 class Wanted(NamedTuple):
-    """A destination as this rank gives it. dtype: of the result, None as the source; plain: the result is a
-    local tensor and no DTensor, of a Layout. floats: the dtype is for floating-point tensors alone."""
+    """A destination, as one rank gives it or as all of them together. dtype: of the result, None as the
+    source; plain: the result is a local tensor and no DTensor, of a Layout. floats: the dtype is for
+    floating-point tensors alone."""
 
     layout: Layout
     device_type: str
     family: Family | None
-    dtype: str | None
+    dtype: torch.dtype | None
     plain: bool
     floats: bool
 
 
-class Reading:
-    """Reads entries for one rank, each distinct layout once."""
+@once
+class Output(NamedTuple):
+    """A tensor that one rank receives into. plain: a local tensor, whose shape this is."""
 
-    def __init__(
-        self, rank: int, layouts: Mapping[str, Any], numbers: Mapping[int, int] | None = None
-    ) -> None:
-        """numbers: of ranks in what is held, by what meshes and layouts there call them; None: the same."""
-        self._rank = rank
-        self._layouts = layouts
-        self._numbers = numbers
-        self._then = next((old for old, new in (numbers or {}).items() if new == rank), None)
-        self._known: dict[Any, tuple[Layout, Family | None]] = {}
-
-    def held(self, name: str, value: torch.Tensor | TensorSpec) -> Held:
-        """Raises LayoutError for a tensor that cannot be described."""
-        if isinstance(value, DTensor):
-            spec = value._spec
-            meta = spec.tensor_meta
-            assert meta is not None  # of a DTensor there is one
-            key = (spec.mesh, spec.placements, getattr(spec, "shard_order", None), len(meta.shape))
-            found = self._known.get(key)
-            if found is None:
-                source = source_of(value, self._rank, False, _OP, ranks_of=self._ranks_of)
-                found = self._known[key] = self._called(name, source.layout, family_of(spec.mesh))
-            return Held(tuple(meta.shape), meta.dtype, found[0], spec.mesh.device_type, found[1], False)
-        if isinstance(value, TensorSpec):
-            renumbers = self._numbers is not None
-            source = source_of(value, self._rank, False, _OP, spec_inside=renumbers, ranks_of=self._ranks_of)
-            layout, family = self._called(name, source.layout, family_of(value.mesh))
-            if self._rank in layout.ranks:
-                raise LayoutError(
-                    f"{_OP}: rank {self._rank} holds {name!r} and must pass its DTensor, not a spec"
-                )
-            return Held(source.shape, source.dtype, layout, source.device_type, family, False)
-        device = value.device.type
-        given = self._layouts.get(name)
-        if given is None:
-            return Held(tuple(value.shape), value.dtype, None, device, None, True)
-        layout, shape = _given_layout(name, given, value)
-        layout, _ = self._called(name, layout, None)
-        local = layout.local_shapes(shape).get(self._rank)
-        if local != tuple(value.shape):
-            raise LayoutError(
-                f"{_OP}: {name!r} has the local shape {tuple(value.shape)}, but {layout} of {shape} gives "
-                f"rank {self._rank} {'nothing' if local is None else local}"
-            )
-        return Held(shape, value.dtype, layout, device, None, True)
-
-    def _ranks_of(self, mesh: DeviceMesh) -> Any:
-        return mesh if self._numbers is None else ranks_then(mesh, self._then)
-
-    def _called(self, name: str, layout: Layout, family: Family | None) -> tuple[Layout, Family | None]:
-        """With the numbers that ranks have now."""
-        if self._numbers is None:
-            return layout, family
-        if layout.has_partial:
-            raise LayoutError(
-                f"{_OP}: {name!r} under {layout} holds Partial, whose values are reduced in the group of "
-                "then; reduce it there"
-            )
-        layout = renumbered(layout, self._numbers, f"{_OP}: {name!r}")
-        if family is not None:
-            names, all_names, shape, ranks = family
-            family = names, all_names, shape, tuple(self._numbers.get(rank, -1 - rank) for rank in ranks)
-        return layout, family
-
-    def wanted(
-        self, name: str, where: Any, dtype: str | None, floats: bool
-    ) -> tuple[Wanted, DeviceMesh | None, Any]:
-        """A destination, with its mesh and placements where it has some."""
-        if isinstance(where, Layout):
-            where = (where, "cpu")
-        pair = where if isinstance(where, tuple | list) and len(where) == 2 else (None, None)
-        if isinstance(pair[0], Layout) and pair[1] in ("cpu", "cuda"):
-            if pair[0].has_partial:
-                raise LayoutError(f"{_OP}: the destination of {name!r}, {pair[0]}, holds Partial")
-            return Wanted(pair[0], pair[1], None, dtype, True, floats), None, None
-        if not isinstance(pair[0], DeviceMesh):
-            raise LayoutError(
-                f"{_OP}: the destination of {name!r} must be (mesh, placements) or a Layout, found "
-                f"{checks.shown(where)}"
-            )
-        mesh, placements = pair[0], checks.listed(f"{_OP}: placements of {name!r}", pair[1])
-        found = self._known.get((mesh, placements))
-        if found is None:
-            layout = Layout(mesh, placements)
-            if layout.has_partial:
-                raise LayoutError(
-                    f"{_OP}: destination placements {placements} of {name!r} hold Partial; ask for Replicate "
-                    "or Shard instead"
-                )
-            found = self._known[mesh, placements] = (layout, family_of(mesh))
-        return Wanted(found[0], mesh.device_type, found[1], dtype, False, floats), mesh, placements
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    plain: bool
 
 
-def _given_layout(name: str, given: Any, value: torch.Tensor) -> tuple[Layout, tuple[int, ...]]:
-    """A layout of `layouts=` and the global shape."""
-    layout, shape = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
-    if not isinstance(layout, Layout):
-        raise LayoutError(
-            f"{_OP}: layouts has {checks.shown(given)} for {name!r}: expected a Layout, or (Layout, shape)"
-        )
-    if shape is not None:
-        return layout, checks.shape(shape)
-    if layout.by_boxes:  # they end where the tensor does
-        boxes = [box for _, pieces in layout._held for box, *_ in pieces]
-        return layout, tuple(max(box[d][1] for box in boxes) for d in range(len(boxes[0])))
-    if all(p.is_replicate() for p in layout.placements):
-        return layout, tuple(value.shape)
-    raise LayoutError(
-        f"{_OP}: layouts has {layout} for {name!r}, which does not say how large the tensor is; give "
-        "(Layout, shape)"
-    )
+class LoadedBoxes(NamedTuple):
+    """Boxes of a tensor that one rank has read from a checkpoint, beside what it holds."""
+
+    dtype: torch.dtype
+    device_type: str
+    boxes: tuple[Box, ...]
+
+
+class Terms(NamedTuple):
+    """Options that all ranks give the same. dtype: of all floating-point tensors. lost: ranks that are lost:
+    the number of each in layouts of what is held, and what messages call it."""
+
+    max_bytes_in_flight: int | None
+    digest: bool
+    strict: bool
+    strategy: str
+    dtype: torch.dtype | None
+    lost: tuple[tuple[int, int], ...]
+
+
+class StateSide(NamedTuple):
+    """One rank's side of a call, by the names that entries travel under. ties, out_ties: tensors, and
+    outputs, that are an earlier one. carried: entries that are no tensors, as text. renamed: {previous name:
+    name}; unmatched: names that rename= or only= give and this rank does not know. selects: it has an only=.
+    own: entries of which each rank has its own. scales: {name: (name of its scales, block)}. obstacles: why
+    the rank can take no part in transfers between GPUs, and in those between CPUs and GPUs; "" where it can.
+    """
+
+    held: dict[str, Held]
+    wanted: dict[str, Wanted]
+    outs: dict[str, Output]
+    ties: dict[str, str]
+    out_ties: dict[str, str]
+    carried: dict[str, str]
+    renamed: dict[str, str | None]
+    unmatched: dict[str, tuple[str, ...]]
+    selects: bool
+    own: tuple[str, ...]
+    loaded: dict[str, LoadedBoxes]
+    maps: tuple[TensorMap, ...]
+    scales: dict[str, tuple[str, tuple[int, ...]]]
+    options: Terms
+    obstacles: tuple[str, str]
+
+
+class Move(NamedTuple):
+    """The part of a source that goes into a target, the same on all ranks.
+
+    problem: as it travels, in the coordinates of the source; its destination says as well where that lies in
+    the local tensors of the target. ends: what the transfer is given and fills. reduces: partial values are
+    reduced in the mesh of the source before. through_host: the transfer is between tensors on the host; those
+    on GPUs are copied by torch, before and after.
+    """
+
+    source: str
+    target: str
+    problem: Problem
+    ends: Ends
+    device_types: DeviceTypes
+    reduces: bool = False
+    through_host: bool = False
+
+
+@dataclass
+class Target:
+    """A tensor that arrives. alias: the name of another that it is, as at the source."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+    device_type: str
+    alias: str | None = None
+    moves: list[Move] = field(default_factory=list)
+
+
+@dataclass
+class Agreed:
+    """The agreement of the ranks of a call. own: entries of which each rank has its own. twins: sources that
+    several meshes hold, each with the shape and the layouts whose values have to be equal."""
+
+    targets: dict[str, Target]
+    own: frozenset[str] = frozenset()
+    twins: dict[str, tuple[tuple[int, ...], tuple[Layout, ...]]] = field(default_factory=dict)
+
+    @cached_property
+    def moves(self) -> list[Move]:
+        return [move for target in self.targets.values() for move in target.moves]
+
+    @cached_property
+    def sources(self) -> list[str]:
+        """Names of what travels, each once."""
+        return list(dict.fromkeys(move.source for move in self.moves))
+
+
+def held_text(held: Held) -> str:
+    where = "as a plain tensor" if held.layout is None else f"under {held.layout}"
+    return f"{held.dtype} {held.shape} {where} on {held.device_type}"
+
+
+def wanted_text(wanted: Wanted) -> str:
+    dtype = "" if wanted.dtype is None else f" as {dtype_name(wanted.dtype)}"
+    return f"{wanted.layout} on {wanted.device_type}{dtype}"
+
+
+def names_text(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:5]))
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+def mismatch(text: str) -> PlanMismatchError:
+    return PlanMismatchError(text, phase="agree")
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -464,197 +223,6 @@ def same_memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
             if earlier != name and its == spec:
                 ties[name] = earlier
     return ties
-
-
-OP = "reshard_state_dict"
-
-
-class Output(NamedTuple):
-    """A tensor that one rank receives into. plain: a local tensor, whose shape this is."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    plain: bool
-
-
-class StateSide(NamedTuple):
-    """One rank's side of a call. ties, out_ties: tensors, and outputs,
-    that are an earlier one. carried: entries that are no tensors, as text. renamed: {name before: name};
-    unmatched: names that rename= or only= give and this rank does not know. selects: it has an only=. own:
-    entries of which each rank has its own. loaded: {name: [dtype, device, boxes]} beside what is held. maps:
-    as TensorMap.wire says them. scales: {name: [name of its scales, block]}. obstacles: why the rank can take
-    no part in transfers between GPUs, and in those between CPUs and GPUs; "" where it can."""
-
-    held: dict[str, Held]
-    wanted: dict[str, Wanted]
-    outs: dict[str, Output]
-    ties: dict[str, str]
-    out_ties: dict[str, str]
-    carried: dict[str, Any]
-    renamed: dict[str, str | None]
-    unmatched: dict[str, list[str]]
-    selects: bool
-    own: list[str]
-    loaded: dict[str, Any]
-    maps: list[Any]
-    scales: dict[str, Any]
-    options: dict[str, Any]
-    obstacles: list[str]
-
-
-class _Table:
-    """Values that many entries have in common, said once."""
-
-    def __init__(self) -> None:
-        self.places: dict[Any, int] = {}
-
-    def place(self, value: Any) -> int:
-        return -1 if value is None else self.places.setdefault(value, len(self.places))
-
-
-_SAID_AS_THEY_ARE = [name for name in StateSide._fields if name not in ("held", "wanted", "outs")]
-
-
-def encode(side: StateSide) -> str:
-    """Returns a side as JSON."""
-    layouts, families, dtypes = _Table(), _Table(), _Table()
-    held = {
-        name: [
-            each.shape,
-            dtypes.place(each.dtype),
-            layouts.place(each.layout),
-            each.device_type,
-            families.place(each.family),
-            int(each.plain),
-        ]
-        for name, each in side.held.items()
-    }
-    wanted = {
-        name: [
-            layouts.place(each.layout),
-            each.device_type,
-            families.place(each.family),
-            each.dtype,
-            int(each.plain),
-            int(each.floats),
-        ]
-        for name, each in side.wanted.items()
-    }
-    return json.dumps(
-        {
-            "layouts": [layout.to_wire() for layout in layouts.places],
-            "families": list(families.places),
-            "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes.places],
-            "held": held,
-            "wanted": wanted,
-            "outs": side.outs,
-            **{name: getattr(side, name) for name in _SAID_AS_THEY_ARE},
-        },
-        separators=(",", ":"),
-    )
-
-
-def text_digest(text: str) -> tuple[int, int]:
-    """Returns a digest of what a rank says: 128 bits in two int64; zeros for ""."""
-    if not text:
-        return 0, 0
-    low, high = struct.unpack("<qq", hashlib.blake2b(text.encode(), digest_size=16).digest())
-    return low, high
-
-
-def decode(text: str, known: dict[Layout, Layout]) -> StateSide:
-    """known: layouts that other sides have said, so that equal ones are one."""
-    said = json.loads(text)
-    layouts = [Layout.from_wire(Reader(wire, "layout")) for wire in said["layouts"]]
-    layouts = [known.setdefault(layout, layout) for layout in layouts]
-    families = [_family(each) for each in said["families"]]
-    dtypes = [checks.dtype(name) for name in said["dtypes"]]
-    held = {
-        name: Held(
-            tuple(shape),
-            dtypes[dtype],
-            None if layout < 0 else layouts[layout],
-            device,
-            None if family < 0 else families[family],
-            bool(plain),
-        )
-        for name, (shape, dtype, layout, device, family, plain) in said["held"].items()
-    }
-    wanted = {
-        name: Wanted(
-            layouts[layout],
-            device,
-            None if family < 0 else families[family],
-            dtype,
-            bool(plain),
-            bool(floats),
-        )
-        for name, (layout, device, family, dtype, plain, floats) in said["wanted"].items()
-    }
-    outs = {name: Output(tuple(shape), dtype, plain) for name, (shape, dtype, plain) in said["outs"].items()}
-    return StateSide(held, wanted, outs, **{name: said[name] for name in _SAID_AS_THEY_ARE})
-
-
-def _family(said: Any) -> Family:
-    names, all_names, shape, ranks = said
-    return tuple(names), tuple(all_names), tuple(shape), tuple(ranks)
-
-
-def held_text(said: Held) -> str:
-    where = "as a plain tensor" if said.layout is None else f"under {said.layout}"
-    return f"{said.dtype} {said.shape} {where} on {said.device_type}"
-
-
-def wanted_text(said: Wanted) -> str:
-    dtype = "" if said.dtype is None else f" as {said.dtype}"
-    return f"{said.layout} on {said.device_type}{dtype}"
-
-
-def names_text(names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:5]))
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
-
-
-def mismatch(text: str, rank: int) -> PlanMismatchError:
-    return PlanMismatchError(f"{OP}: {text}", rank=rank, op=OP, phase="agree")
-
-
-Loaded = dict[str, list[tuple[Box, torch.Tensor]]]
-
-
-def read_loaded(given: Any, op: str) -> Loaded:
-    """The argument {name: [(box, tensor)]}, checked. Raises LayoutError naming the entry that is wrong."""
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        raise LayoutError(f"{op}: loaded must be a mapping by name, found {type(given).__name__}")
-    found: Loaded = {}
-    for name, parts in given.items():
-        pairs = [
-            checks.listed(f"{op}: loaded {name!r}", pair) for pair in checks.listed(f"{op}: loaded", parts)
-        ]
-        if any(len(pair) != 2 or not isinstance(pair[1], torch.Tensor) for pair in pairs):
-            raise LayoutError(
-                f"{op}: loaded has {checks.shown(parts)} for {name!r}: expected (box, tensor) pairs"
-            )
-        if not pairs:
-            continue
-        try:
-            _, read = read_boxes({0: [box for box, _ in pairs]})
-        except LayoutError as error:
-            raise LayoutError(f"{op}: loaded {name!r}: {error}") from None
-        boxes = read[0]
-        tensors = [tensor.detach() for _, tensor in pairs if tensor.numel()]
-        if [extents(box) for box in boxes] != [tuple(tensor.shape) for tensor in tensors]:
-            raise LayoutError(
-                f"{op}: loaded {name!r} has boxes {', '.join(map(box_text, boxes))} for tensors of shapes "
-                f"{[tuple(tensor.shape) for tensor in tensors]}; a tensor has just the elements of its box"
-            )
-        if len({(tensor.dtype, tensor.device.type) for tensor in tensors}) > 1:
-            raise LayoutError(f"{op}: loaded {name!r} has tensors of different dtypes or devices")
-        if tensors:
-            found[name] = list(zip(boxes, tensors, strict=True))
-    return found
 
 
 def with_boxes(

@@ -1,19 +1,19 @@
-"""One call of reshard_state_dict, from what this rank was given to what it returns.
+"""One call of reshard_state_dict among all ranks, from the checked arguments of this one to its results.
 
 It has three parts. In the first round every rank says which version it has and whether it knows the tensors;
 if one does not, all read what each holds and wants in the rendezvous store, once. Then the tensors travel. In
 the last round the holders say whether their weights stayed unchanged meanwhile: only then does any rank
 return them. All ranks see all rows, hence all raise the same.
 
-Calls of reshard_state_dict that run beside their caller, one after the other.
-
-They have private groups of their own, so that they need no order with other calls of the process group.
+Calls that run beside their caller do so one after the other. They have private groups of their own, so that
+they need no order with other calls of the process group.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import math
+import struct
 import threading
 import time
 from collections import deque
@@ -22,14 +22,24 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..base import checks
-from ..errors import AbortedError, Caller, DeadlineExceededError, PeerLostError, PlanMismatchError, was_told
+from ..base.values import carried, is_carried, restored, same_values, shown
+from ..base.wire import pack, unpack
+from ..errors import (
+    AbortedError,
+    Caller,
+    DeadlineExceededError,
+    MeshcastError,
+    PeerLostError,
+    PlanMismatchError,
+    was_told,
+)
 from ..groups.parent import ParentGroup
 from ..groups.store import within
 from ..layout import Layout
@@ -37,12 +47,13 @@ from ..planning.plan import Problem
 from ..transfers.digest import shard_digest, values_digest
 from ..transfers.handle import Handle, Unordered, call_back
 from ..transfers.transfer import Call, kept_transfer
-from .memory import as_dtensor, copied, note_written
+from .compiled import as_dtensor, copied, tensor_spec
+from .memory import note_written
 from .meshes import positive_placements
 from .state_arguments import Given, StateCall, checked_call
-from .state_batches import Batch, Digests, Kept, Known, check_twins, check_whole, compile_batches
-from .state_entries import OP, decode, local_of, mismatch, restored, same_values, shown, text_digest
-from .state_moves import Agreed, Origin, Target, agree
+from .state_batches import Batch, Digests, Kept, Known, check_twins, check_whole
+from .state_entries import OP, StateSide, Target, local_of, mismatch, same_memory
+from .state_moves import agree
 
 if TYPE_CHECKING:
     from ..groups.private import PrivateGroup
@@ -50,22 +61,21 @@ if TYPE_CHECKING:
 __all__ = [
     "Conversation",
     "Memory",
-    "Prepared",
+    "Repeated",
     "ReshardedState",
     "Rows",
-    "arriving",
+    "StateRun",
     "behind",
     "beside",
     "conversation",
-    "fill",
-    "note_outputs",
+    "likeness",
     "own_stream",
     "started",
 ]
 
 
 _T = TypeVar("_T")
-_OP = "reshard_state_dict"
+_Values = dict[str, str]
 _GRACE = 1.0  # seconds that the store is given beyond the limit of a call
 
 
@@ -76,7 +86,7 @@ class Rows:
         """lost: ranks that make no call any more."""
         self._parent = parent
         self.ranks = sorted(parent.ranks.difference(lost))
-        self._group: PrivateGroup = parent.private(self.ranks, _OP)
+        self._group: PrivateGroup = parent.private(self.ranks)
         self._rows = Layout(self.ranks, [Shard(0)])
         self._all = Layout(self.ranks, [Replicate()])
         self._posted: list[str] = []
@@ -88,7 +98,7 @@ class Rows:
     def gather(self, row: Sequence[int], limit: float) -> dict[int, list[int]]:
         """Every rank's row, all of one length."""
         shape = (len(self.ranks), len(row))
-        transfer = kept_transfer(self._parent, [Problem(shape, torch.int64, self._rows, self._all)], _OP)
+        transfer = kept_transfer(self._parent, [Problem(shape, torch.int64, self._rows, self._all)], OP)
         mine = torch.tensor([list(row)], dtype=torch.int64)
         rows = torch.empty(shape, dtype=torch.int64)
         transfer.launch([mine], [rows], limit, driven=True).wait()
@@ -103,9 +113,9 @@ class Rows:
         """Returns what `ranks` have posted, or are about to post."""
         if not ranks:
             return {}
-        late = f"{_OP}: rank {{first}} did not say what it holds"
+        late = f"{OP}: rank {{first}} did not say what it holds"
         return self._ask(
-            lambda: self._group.conversation.hear(topic, ranks, deadline, late, _OP, "agree"), deadline
+            lambda: self._group.conversation.hear(topic, ranks, deadline, late, OP, "agree"), deadline
         )
 
     def forget(self, deadline: float) -> None:
@@ -117,7 +127,7 @@ class Rows:
     def _ask(self, call: Callable[[], _T], deadline: float) -> _T:
         """call() uses the store, and ends by itself until then where that answers."""
         left = max(deadline - time.monotonic(), 0.0)
-        return within(left + _GRACE, call, f"{_OP}, what the ranks hold", rank=self._parent.rank, op=_OP)
+        return within(left + _GRACE, call, f"{OP}, what the ranks hold", rank=self._parent.rank, op=OP)
 
 
 class ReshardedState(dict[str, Any]):
@@ -147,7 +157,7 @@ class Memory:
         return self.tensors
 
 
-def arriving(call: StateCall, targets: dict[str, Target], rank: int) -> dict[str, torch.Tensor]:
+def _arriving(call: StateCall, targets: dict[str, Target], rank: int) -> dict[str, torch.Tensor]:
     """The local tensor that each target arrives in, on ranks inside: of an output, or new."""
     found = {}
     shapes: dict[Any, tuple[int, ...] | None] = {}
@@ -164,46 +174,15 @@ def arriving(call: StateCall, targets: dict[str, Target], rank: int) -> dict[str
             shapes[key] = target.layout.local_shapes(target.shape)[rank] if inside else None
         shape = shapes[key]
         if shape is not None:
-            found[name] = empty(shape, target.dtype, target.device_type)
+            found[name] = _empty(shape, target.dtype, target.device_type)
     return found
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device_type: str) -> torch.Tensor:
+def _empty(shape: Sequence[int], dtype: torch.dtype, device_type: str) -> torch.Tensor:
     """Memory that a target arrives in. A rank without GPU may be outside a mesh on GPUs, where it makes
     shells."""
     device = "cuda" if device_type == "cuda" and torch.cuda.is_available() else None
     return torch.empty(shape, dtype=dtype, device=device)
-
-
-def fill(
-    result: ReshardedState,
-    call: StateCall,
-    targets: dict[str, Target],
-    arrived: dict[str, torch.Tensor],
-    values: dict[str, Any],
-) -> None:
-    """Puts into `result` what this rank asked for. Tied targets are one tensor, as at the source."""
-    specs: dict[Any, DTensorSpec] = {}
-    for name in call.wanted:
-        if name not in targets:
-            result[name] = values[name]
-        elif name in call.outs:
-            result[name] = call.outs[name]
-        else:
-            target = targets[name]
-            twin = result.get(target.alias) if target.alias is not None else None
-            if target.alias is not None and _one(call, name, target.alias) and twin is not None:
-                result[name] = twin
-            else:
-                result[name] = _wrapped(call, target, arrived.get(target.alias or name), specs)
-    for name, value in values.items():
-        if name not in result:
-            result[name] = value
-
-
-def _one(call: StateCall, name: str, alias: str) -> bool:
-    """Returns whether two tied results can be one object."""
-    return call.meshes.get(name) == call.meshes.get(alias)
 
 
 def _wrapped(
@@ -212,98 +191,171 @@ def _wrapped(
     """The result around what arrived. specs: those made before; a copy costs a tenth."""
     shape = target.shape
     if local is None:  # outside: no elements, but the number of dimensions
-        local = empty((0,) * len(shape), target.dtype, target.device_type).zero_()
+        local = _empty((0,) * len(shape), target.dtype, target.device_type).zero_()
     if target.name not in call.meshes:
         return local
     mesh, placements = call.meshes[target.name]
     key = (mesh, placements, shape, target.dtype)
     if key in specs:
         return as_dtensor(local, copy(specs[key]))
-    stride = tuple(math.prod(max(size, 1) for size in shape[d + 1 :]) for d in range(len(shape)))
-    meta = TensorMeta(torch.Size(shape), stride, target.dtype)
-    spec = specs[key] = DTensorSpec(mesh, positive_placements(placements, len(shape)), tensor_meta=meta)
+    layout = Layout(mesh, positive_placements(placements, len(shape)))
+    spec = specs[key] = tensor_spec(mesh, layout, shape, target.dtype)
     return as_dtensor(local, spec)
-
-
-def note_outputs(call: StateCall) -> None:
-    """Lets autograd know that the outputs were written."""
-    for out in call.outs.values():
-        note_written(*([out, out._local_tensor] if isinstance(out, DTensor) else [out]))
 
 
 _NONE = -1  # in a row: no version, nothing known
 _REFUSED = -2
-_NO_VALUES: dict[str, Any] = {}
 
 
-class Prepared:
-    """This rank's side of a call, checked at the call; `refused` where that found something wrong. versions:
-    of tensors that travel, as they were at the call."""
+class StateRun:
+    """One call on this rank: its arguments, checked at the call, and what becomes of it.
+
+    Attributes:
+        refused: what is wrong with the arguments.
+        result: filled at the end.
+        batches, made: of its transfers, and the calls of those that have begun.
+        moving: called once nobody has anything to refuse, before the first byte is written.
+    """
 
     def __init__(
         self,
         rank: int,
         given: Given,
-        version: Any,
+        version: Any = None,
+        *,
+        op: str = OP,
         again: tuple[StateCall, Any] | None = None,
-        written: Sequence[torch.Tensor] = (),
+        memory: Memory | None = None,
         wrong: Exception | None = None,
     ) -> None:
-        """again: a call that has been checked, and its key. written: tensors beside the outputs that the call
-        writes to. wrong: what was found wrong before."""
+        """op: the public name of the call, which its errors get. again: a call that has been checked, and its
+        key. memory: that it arrives in. wrong: what was found wrong before."""
+        self.rank = rank
+        self.caller = Caller(op, rank)
         self.refused: Exception | None = None
         self.call: StateCall | None = None
         self.key: Any = None
         self.version = _NONE
-        self.versions: dict[str, list[tuple[torch.Tensor, int]]] = {}
+        self.memory = memory
+        self.kept: dict[int, Known] = {}  # by conversation, what earlier calls of this kind have left
+        self.result = ReshardedState()
+        self.batches: Sequence[Batch] = ()
+        self.made: list[Call] = []
+        self.moving: Callable[[], None] = lambda: None
+        self.number, self.deadline = 0, math.inf  # of the call among those of its conversation, once it runs
+        self._versions: dict[str, list[tuple[torch.Tensor, int]]] = {}  # of tensors, as they were at the call
+        self._digests: dict[str, int] = {}
         try:
             if wrong is not None:
                 raise wrong
-            self.version = _version(version)
+            if version is not None:
+                self.version = checks.integer("version", version, 0, (1 << 62) - 1)
             call = checked_call(rank, given) if again is None else again[0]
-            self.call, self.key = call, call.key() if again is None else again[1]
+            self.key = call.key() if again is None else again[1]
             hash(self.key)  # here, where it is refused, and not where it is looked for
-            self.versions = call.watched(written)
+            written = () if memory is None or again is None else memory.tensors.values()
+            self._versions = call.watched(list(written))
+            self.call = call
         except Exception as error:
-            self.refused = Caller(OP, rank).typed(error)
-            self.call = None
-        self._digests: dict[str, int] = {}
+            self.refused = self.typed(error)
+
+    @property
+    def checked(self) -> StateCall:
+        """The arguments, which were not refused."""
+        assert self.call is not None
+        return self.call
+
+    def typed(self, error: Exception) -> Exception:
+        """Returns the error that the call raises where `error` came up: one of the operation that it is for.
+        What that says of other ranks' calls is of the whole operation."""
+        op = self.caller.op
+        if op != OP and isinstance(error, MeshcastError) and error.op == OP:
+            text = str(error).replace(OP, op, 1).replace(OP, op.partition(".")[0])
+            error.args, error.op = (text, *error.args[1:]), op
+        return self.caller.typed(error)
 
     @torch.no_grad()
     def keep_copies(self) -> None:
         """Sends what the tensors hold now, whatever becomes of them."""
         if self.call is not None:
             copies = {name: copied(x) for name, x in self.call.tensors.items()}
-            self.call, self.versions = replace(self.call, tensors=copies), {}
+            self.call, self._versions = replace(self.call, tensors=copies), {}
 
     def keep_digests(self) -> None:
         """Keeps digests of what the tensors hold now, where the call compares digests: it begins later."""
-        if self.call is not None and self.call.options["digest"]:
-            self._digests = self._digests_now(self.versions)
+        if self.call is not None and self.call.side.options.digest:
+            self._digests = self._digests_now(self._versions)
 
     def changed(self, names: Sequence[str]) -> list[int]:
-        """Positions of the names whose tensors are not as they were at the call."""
+        """Returns the positions of the names whose tensors are not as they were at the call."""
         now = self._digests_now(self._digests)
         return [
             index
             for index, name in enumerate(names)
-            if any(tensor._version != seen for tensor, seen in self.versions.get(name, ()))
+            if any(tensor._version != seen for tensor, seen in self._versions.get(name, ()))
             or now.get(name) != self._digests.get(name)
         ]
 
     def _digests_now(self, names: Iterable[str]) -> dict[str, int]:
-        assert self.call is not None
-        return {name: values_digest(local_of(self.call.tensors[name])) for name in names}
+        return {name: values_digest(local_of(self.checked.tensors[name])) for name in names}
 
     @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The names that versions are counted by."""
         call = self.call
-        return ((), ()) if call is None else (tuple(call.wanted), tuple(call.held))
+        return ((), ()) if call is None else (tuple(call.side.wanted), tuple(call.side.held))
+
+    def begin(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Notes what is about to be moved, of which nothing has been."""
+        for batch in batches:
+            batch.wait_for_turn()
+        self.batches = batches
+        return batches
+
+    def memory_for(self, targets: dict[str, Target]) -> tuple[dict[str, torch.Tensor], Any]:
+        """Returns the local tensors that this rank sends, by source, and those that targets arrive in."""
+        call = self.checked
+        reused = {} if self.memory is None else self.memory.fitting(targets)
+        arriving = reused or _arriving(call, targets, self.rank)
+        sent = call.sent([*map(local_of, call.outs.values()), *reused.values()])
+        if self.memory is not None:
+            reused.update(arriving)
+        return sent, arriving
+
+    def fill(self, known: Known, arrived: dict[str, torch.Tensor], values: dict[str, Any]) -> ReshardedState:
+        """Puts into `result` what this rank asked for. Tied targets are one tensor, as at the source."""
+        call, targets, result = self.checked, known.agreed.targets, self.result
+        specs: dict[Any, DTensorSpec] = {}
+        for name in call.side.wanted:
+            target = targets.get(name)
+            if target is None:
+                result[name] = values[name]
+                continue
+            alias = target.alias or name
+            if name in call.outs:
+                result[name] = call.outs[name]
+            elif alias in result and call.meshes.get(name) == call.meshes.get(alias):
+                result[name] = result[alias]
+            else:
+                result[name] = _wrapped(call, target, arrived.get(alias), specs)
+        for name, value in values.items():
+            result.setdefault(name, value)
+        return result
 
 
-def _version(version: Any) -> int:
-    return _NONE if version is None else checks.integer(f"{OP}: version", version, 0, (1 << 62) - 1)
+class _Row(NamedTuple):
+    """The facts that a rank sends in the first round. state: _REFUSED, _NONE, or the number of the kind of
+    call that it knows. last: the version that arrived before. holds: whether it holds tensors; values:
+    whether its values that are no tensors are others than in the last call. low, high: digest of its side,
+    zeros where it knows the kind."""
+
+    state: int
+    version: int
+    last: int
+    holds: int
+    values: int
+    low: int
+    high: int
 
 
 class Conversation:
@@ -317,156 +369,147 @@ class Conversation:
         self.versions = versions
         self.kept = Kept()
 
+    def run(self, run: StateRun, deadline: float) -> ReshardedState:
+        """Makes the call with the other ranks, and returns its result. deadline: by time.monotonic()."""
+        try:
+            return self._run(run, deadline)
+        except MeshcastError as error:
+            run.typed(error)
+            raise
+
     @torch.no_grad()
-    def run(
-        self,
-        prepared: Prepared,
-        deadline: float,
-        result: ReshardedState,
-        known: Known | None = None,
-        memory: Memory | None = None,
-        moving: Callable[[], None] = lambda: None,
-        moves: Callable[[Sequence[Batch]], None] = lambda _: None,
-    ) -> tuple[Known, list[Call]]:
-        """Fills `result`. known: the kind of call, where the caller has kept it. memory: to arrive in, in
-        place of new one. moving(): called once nobody has anything to refuse, before the first byte is
-        written. moves(): told what is about to be moved. Returns the kind and the transfers that were made.
-        """
-        rank, rows = self.parent.rank, self.rows
-        call, number = prepared.call, rows.number()
-        if call is not None and known is None:
-            known = self.kept.get(prepared.key)
-        exchange = f"specs {number}"
-        changed_values = (
-            call is not None and known is not None and known.values.get(rank, _NO_VALUES) != call.values
-        )
-        text = "" if call is None or known is not None else call.text()
-        row = [
-            _REFUSED if prepared.refused is not None else _NONE if known is None else known.number,
-            prepared.version,
-            self.versions.get(prepared.names, _NONE),
-            int(call is not None and bool(call.tensors)),
-            int(changed_values),
-            *text_digest(text),
-        ]
-        said = rows.gather(row, _left(deadline))
-        if prepared.refused is not None:
-            rows.post(exchange, str(prepared.refused), deadline)
-            raise prepared.refused
-        self._raise_another(said, "refused its arguments", exchange, deadline)
-        assert call is not None
-        version = _agreed_version(said, rank)
-        if known is None or any(theirs[0] != known.number for theirs in said.values()):
-            agreed, carried = self._agreed(call, text or call.text(), said, exchange, deadline)
-            known = None
-        else:
-            agreed, carried = known.agreed, known.values
-            topic = f"values {number}"
-            if changed_values:
-                rows.post(topic, json.dumps(call.values), deadline)
-            told = rows.read(topic, [other for other, theirs in said.items() if theirs[4]], deadline)
-            carried.update({other: json.loads(theirs) for other, theirs in told.items()})
-        merged = _merged(carried, rank, agreed.own)
-        if agreed.twins:
-            self._check_twins(agreed.twins, call, number, deadline)
-        moving()
-        digests = Digests(rank, len(agreed.moves)) if call.options["digest"] else None
-        failure: Exception | None = None
-        arrived: dict[str, torch.Tensor] = {}
-        made: list[Call | None] = []
+    def _run(self, run: StateRun, deadline: float) -> ReshardedState:
+        run.deadline, run.number = deadline, self.rows.number()
+        known, text, rows = self._exchange(run)
+        version = _agreed_version(rows)
+        known = self._agree(run, known, text, rows)
+        call, agreed = run.checked, known.agreed
+        merged = _merged(known.values, agreed.own)
+        self._compare_twins(run, known)
+        run.moving()
+        digests = Digests(self.parent.rank, agreed.moves) if call.side.options.digest else None
         values: dict[str, Any] = {}
+        arriving: dict[str, torch.Tensor] = {}
+        failure: Exception | None = None
+        done = 0
         try:
             values = {name: restored(each) for name, each in merged.items()}
-            if known is None:
-                known = Known(number, agreed, compile_batches(self.parent, agreed, call), carried)
-            reused = None if memory is None else memory.fitting(agreed.targets)
-            arrived = reused or arriving(call, agreed.targets, rank)
-            written = [*map(local_of, call.outs.values()), *(reused or {}).values()]
-            sent = call.sent(written)
-            if reused is not None:
-                reused.update(arrived)
-            for batch in known.batches:
-                batch.wait_for_turn()
-            moves(known.batches)
-            for batch in known.batches:
-                made.append(batch.run(sent, arrived, deadline, None if digests is None else digests.observe))
-            self.kept.add(prepared.key, known)
+            known.compile(self.parent, call.side.options, call.topology, call.tensors)
+            sent, arriving = run.memory_for(agreed.targets)
+            for batch in run.begin(known.batches):
+                run.made += batch.run(sent, arriving, deadline, digests)
+                done += 1
+            self.kept.add(run.key, known)
         except (DeadlineExceededError, PeerLostError, AbortedError):
             raise
         except Exception as error:  # of one rank's tensors: ranks that do not need them have to hear of it
-            failure = Caller(OP, rank).typed(error)
-            for batch in [] if known is None else known.batches[len(made) + was_told(error) :]:
+            failure = run.typed(error)
+            for batch in known.batches[done + was_told(error) :]:
                 batch.refuse(failure, _left(deadline))
-        changed = prepared.changed([] if known is None else known.sources)
-        state = _REFUSED if failure is not None else changed[0] if changed else _NONE
-        ended = rows.gather([state, *([] if digests is None else digests.row())], _left(deadline))
-        rows.forget(deadline)
-        if failure is not None:
-            rows.post(f"failed {number}", str(failure), deadline)
-            raise failure
-        self._raise_another(ended, "could not take part", f"failed {number}", deadline)
-        assert known is not None
-        note_outputs(call)
-        check_whole(known.parts, known.sources, ended, rank, digests is not None)
-        if version != _NONE:
-            self.versions[prepared.names] = version
-        fill(result, call, agreed.targets, arrived, values)
-        result.version = None if version == _NONE else version
-        return known, [each for each in made if each is not None]
+        self._end(run, known, failure, digests)
+        if version is not None:
+            self.versions[run.names] = run.result.version = version
+        run.kept[id(self)] = known
+        return run.fill(known, arriving, values)
 
-    def _check_twins(
-        self, twins: Mapping[str, Origin], call: StateCall, number: int, deadline: float
-    ) -> None:
+    def _exchange(self, run: StateRun) -> tuple[Known | None, str, dict[int, _Row]]:
+        """The first round. Returns the kind of call, where this rank knows it, else its side as text, and
+        what all ranks say."""
+        call, known, text, changed = run.call, None, "", False
+        if call is not None:
+            known = run.kept.get(id(self)) or self.kept.get(run.key)
+            if known is None:
+                text = pack(call.side)
+            else:
+                changed = known.values.get(self.parent.rank, {}) != call.side.carried
+        row = _Row(
+            _NONE if known is None else known.number,
+            run.version,
+            self.versions.get(run.names, _NONE),
+            int(call is not None and bool(call.tensors)),
+            int(changed),
+            *_digest(text),
+        )
+        rows = self._round(run, "specs", run.refused, row, "refused its arguments")
+        return known, text, {rank: _Row(*each) for rank, each in rows.items()}
+
+    def _agree(self, run: StateRun, known: Known | None, text: str, rows: Mapping[int, _Row]) -> Known:
+        """Returns what is known of this kind of call on all ranks, with the values of this call; else what
+        follows from the sides of all ranks. The same on all, or the same error."""
+        side, rank, deadline = run.checked.side, self.parent.rank, run.deadline
+        if known is not None and all(row.state == known.number for row in rows.values()):
+            topic = f"values {run.number}"
+            if rows[rank].values:
+                self.rows.post(topic, pack(side.carried, _Values), deadline)
+            changed = self.rows.read(topic, [other for other, row in rows.items() if row.values], deadline)
+            known.values.update({other: unpack(_Values, theirs) for other, theirs in changed.items()})
+            return known
+        # Of ranks with one digest only the first posts its text; one without a digest posts its own.
+        first: dict[tuple[int, int], int] = {}
+        speakers = {
+            other: first.setdefault((row.low, row.high), other) if row.low or row.high else other
+            for other, row in rows.items()
+        }
+        topic, speaker = f"specs {run.number}", speakers[rank]
+        text = text or pack(side)
+        if speaker == rank:
+            self.rows.post(topic, text, deadline)
+        texts = self.rows.read(topic, sorted({*speakers.values()} - {speaker}), deadline) | {speaker: text}
+        same: dict[Any, Any] = {}
+        read = {other: unpack(StateSide, texts[other], same) for other in sorted(texts)}
+        sides = {other: read[spoke] for other, spoke in speakers.items()}
+        return Known(run.number, agree(sides), {other: each.carried for other, each in sides.items()})
+
+    def _compare_twins(self, run: StateRun, known: Known) -> None:
         """Raises on all ranks where meshes hold different values under one name. Reads each tensor once."""
+        twins = known.agreed.twins
+        if not twins:
+            return
         rank, digests, failure = self.parent.rank, [0] * len(twins), None
         try:
-            for at, (name, origin) in enumerate(twins.items()):
-                for layout in origin.twins:
+            for at, (name, (shape, layouts)) in enumerate(twins.items()):
+                for layout in layouts:
                     if rank in layout.ranks:
-                        local = local_of(call.tensors[name])
-                        digests[at] = shard_digest(local, layout, origin.shape, rank)
+                        local = local_of(run.checked.tensors[name])
+                        digests[at] = shard_digest(local, layout, shape, rank)
         except Exception as error:  # the others have to hear of it
-            failure = Caller(OP, rank).typed(error)
-        topic = f"twins {number}"
-        said = self.rows.gather([_NONE if failure is None else _REFUSED, *digests], _left(deadline))
+            failure = run.typed(error)
+        rows = self._round(run, "twins", failure, (_NONE, *digests), "could not take part")
+        check_twins(known.agreed, {other: each[1:] for other, each in rows.items()})
+
+    def _end(self, run: StateRun, known: Known, failure: Exception | None, digests: Digests | None) -> None:
+        """The last round. Raises on all ranks unless everything arrived as it was sent."""
+        changed = run.changed(known.agreed.sources)
+        row = (changed[0] if changed else _NONE, *(() if digests is None else digests.row()))
+        rows = self._round(run, "failed", failure, row, "could not take part", last=True)
+        for out in run.checked.outs.values():  # autograd has to know that they were written
+            note_written(*([out, out._local_tensor] if isinstance(out, DTensor) else [out]))
+        check_whole(known.agreed, rows, digests is not None)
+
+    def _round(
+        self,
+        run: StateRun,
+        topic: str,
+        failure: Exception | None,
+        row: Sequence[int],
+        what: str,
+        *,
+        last: bool = False,
+    ) -> dict[int, list[int]]:
+        """Returns every rank's row. Where a rank has failed, it says why under the topic, and all raise."""
+        topic = f"{topic} {run.number}"
+        row = row if failure is None else (_REFUSED, *row[1:])
+        rows = self.rows.gather(row, _left(run.deadline))
+        if last:
+            self.rows.forget(run.deadline)
         if failure is not None:
-            self.rows.post(topic, str(failure), deadline)
+            self.rows.post(topic, str(failure), run.deadline)
             raise failure
-        self._raise_another(said, "could not take part", topic, deadline)
-        check_twins(twins, {other: row[1:] for other, row in said.items()}, rank)
-
-    def _raise_another(self, said: Mapping[int, list[int]], what: str, topic: str, deadline: float) -> None:
-        """Raises where another rank's row says that it raises, with what it posts about it."""
-        for other, theirs in said.items():
+        for other, theirs in rows.items():
             if theirs[0] == _REFUSED:
-                raise PlanMismatchError(
-                    f"{OP}: rank {other} {what}: {self.rows.read(topic, [other], deadline)[other]}",
-                    rank=self.parent.rank,
-                    peer=other,
-                    op=OP,
-                    phase="agree",
-                )
-
-    def _agreed(
-        self, call: StateCall, text: str, said: Mapping[int, list[int]], exchange: str, deadline: float
-    ) -> tuple[Agreed, dict[int, dict[str, Any]]]:
-        """From what all ranks said; the same on all, or the same error. text: what this rank says. Of ranks
-        whose rows have one digest only the first posts its text; one without a digest posts its own."""
-        rank = self.parent.rank
-        first: dict[tuple[int, ...], int] = {}
-        speakers = {
-            other: first.setdefault(tuple(theirs[5:]), other) if any(theirs[5:]) else other
-            for other, theirs in said.items()
-        }
-        if speakers[rank] == rank:
-            self.rows.post(exchange, text, deadline)
-        layouts: dict[Layout, Layout] = {}
-        others = sorted({*speakers.values()} - {speakers[rank]})
-        texts = self.rows.read(exchange, others, deadline) | {speakers[rank]: text}
-        sides = {other: decode(texts[other], layouts) for other in sorted(texts)}
-        return agree({other: sides[speaker] for other, speaker in speakers.items()}, call.maps, rank), {
-            other: sides[speaker].carried for other, speaker in speakers.items()
-        }
+                why = self.rows.read(topic, [other], run.deadline)[other]
+                raise PlanMismatchError(f"rank {other} {what}: {why}", peer=other, phase="agree")
+        return rows
 
 
 def conversation(parent: ParentGroup, lost: Collection[int] = ()) -> Conversation:
@@ -483,36 +526,126 @@ def _left(deadline: float) -> float:
     return max(deadline - time.monotonic(), 1e-3)
 
 
-def _agreed_version(rows: Mapping[int, list[int]], rank: int) -> int:
-    """The version that all ranks mean, _NONE without. Raises where they differ or it is old."""
-    given = {other: row[1] for other, row in rows.items() if row[1] != _NONE}
-    without = [other for other, row in rows.items() if row[3] and row[1] == _NONE]
-    last = max(row[2] for row in rows.values())
-    text = ""
+def _digest(text: str) -> tuple[int, int]:
+    """Returns a digest of what a rank says: 128 bits in two int64; zeros for ""."""
+    if not text:
+        return 0, 0
+    low, high = struct.unpack("<qq", hashlib.blake2b(text.encode(), digest_size=16).digest())
+    return low, high
+
+
+def _agreed_version(rows: Mapping[int, _Row]) -> int | None:
+    """Returns the version that all ranks mean. Raises where they differ or it is old."""
+    given = {rank: row.version for rank, row in rows.items() if row.version != _NONE}
+    without = [rank for rank, row in rows.items() if row.holds and row.version == _NONE]
+    last = max(row.last for row in rows.values())
+    if not given:
+        return None
+    version = max(given.values())
     if len(set(given.values())) > 1:
-        text = "the versions differ: " + ", ".join(f"rank {r} has {v}" for r, v in given.items())
-    elif given and without:
-        text = f"ranks {sorted(given)} give version {max(given.values())}, but ranks {without}, which hold "
-        text += "weights, give none"
-    elif given and max(given.values()) <= last:
-        text = f"version {max(given.values())} is no newer than {last}, which has arrived before"
-    if text:
-        raise mismatch(text, rank)
-    return max(given.values(), default=_NONE)
+        each = ", ".join(f"rank {rank} has {theirs}" for rank, theirs in given.items())
+        raise mismatch(f"the versions differ: {each}")
+    if without:
+        raise mismatch(
+            f"ranks {sorted(given)} give version {version}, but ranks {without}, which hold weights, give "
+            "none"
+        )
+    if version <= last:
+        raise mismatch(f"version {version} is no newer than {last}, which has arrived before")
+    return version
 
 
-def _merged(values: Mapping[int, Mapping[str, str]], rank: int, own: frozenset[str]) -> dict[str, str]:
-    """The entries that are no tensors, as texts, which are the same on all ranks that have one; of a rank's
-    own, those of the lowest."""
+def _merged(values: Mapping[int, Mapping[str, str]], own: frozenset[str]) -> dict[str, str]:
+    """Returns the entries that are no tensors, as texts, which are the same on all ranks that have one; of a
+    rank's own, those of the lowest."""
     found: dict[str, tuple[int, str]] = {}
-    for other in sorted(values):
-        for name, value in values[other].items():
-            first, earlier = found.setdefault(name, (other, value))
+    for rank in sorted(values):
+        for name, value in values[rank].items():
+            first, earlier = found.setdefault(name, (rank, value))
             if name not in own and not same_values(earlier, value):
                 raise mismatch(
-                    f"{name!r} is {shown(earlier)} on rank {first}, but {shown(value)} on rank {other}", rank
+                    f"{name!r} is {shown(earlier)} on rank {first}, but {shown(value)} on rank {rank}"
                 )
     return {name: value for name, (_, value) in found.items()}
+
+
+class Repeated:
+    """The calls of one rank that differ in their values alone: what they have in common is checked and
+    compiled once. One of another kind than the last is right all the same, and compiled anew."""
+
+    def __init__(self, rank: int, given: Given) -> None:
+        """given: what all calls have in common; its state and out are not read."""
+        self._rank = rank
+        self._given = given
+        self._call: StateCall | None = None  # the last one of its kind, without its tensors
+        self._key: Any = None
+        self._like: dict[str, Any] = {}  # of its entries, by their names in the state_dict
+        self._outs: dict[str, Any] = {}
+        self._kept: dict[int, Known] = {}  # by conversation: calls beside others have their own
+
+    def prepared(
+        self,
+        state: Any,
+        out: Any,
+        version: Any,
+        memory: Memory | None,
+        wrong: Exception | None = None,
+        op: str = OP,
+    ) -> StateRun:
+        """Returns one call, checked. memory: that it will arrive in. wrong: what was found wrong before. op:
+        the public name of the call."""
+        given = replace(self._given, state=state, out=out)
+        if wrong is not None:
+            return StateRun(self._rank, given, version, op=op, wrong=wrong)
+        call = self._again(state, out)
+        again = None if call is None else (call, self._key)
+        run = StateRun(self._rank, given, version, op=op, again=again, memory=memory)
+        if run.call is not None and again is None:
+            self._key, self._kept = run.key, {}
+            if memory is not None:
+                memory.forget()
+            # Weights that it has sent are none of its business any more.
+            self._call = replace(run.call, tensors={}, outs={})
+            self._like = {old: likeness(x) for old, x in (state or {}).items() if not is_carried(x)}
+            self._outs = {name: _place(x) for name, x in run.call.outs.items()}
+        run.kept = self._kept
+        return run
+
+    def _again(self, state: Any, out: Any) -> StateCall | None:
+        """The last call with other tensors; None where it is of another kind."""
+        call = self._call
+        if call is None or not isinstance(state or {}, Mapping) or not isinstance(out or {}, Mapping):
+            return None
+        state, side = state or {}, call.side
+        outs = {name: x for name, x in (out or {}).items() if name in side.wanted}
+        tensors = {old: x for old, x in state.items() if not is_carried(x)}
+        if {old: likeness(x) for old, x in tensors.items()} != self._like:
+            return None
+        if {name: _place(x) for name, x in outs.items()} != self._outs:
+            return None
+        names = {old: name for name, old in call.keys.items()}
+        sent = {names[old]: x for old, x in tensors.items() if names.get(old) in call.here}
+        values = {names[old]: carried(x) for old, x in state.items() if old in names and is_carried(x)}
+        if values.keys() != side.carried.keys() or same_memory(sent.items()) != side.ties:
+            return None
+        return replace(call, side=side._replace(carried=values), tensors=sent, outs=outs)
+
+
+def likeness(x: Any) -> Any:
+    """Equal for entries with the same description."""
+    if isinstance(x, DTensor):
+        return x._spec
+    if isinstance(x, torch.Tensor):
+        return x.shape, x.dtype, x.device
+    return x  # a spec, which is equal to itself alone, or what is refused
+
+
+def _place(x: Any) -> Any:
+    """Equal for outputs that are one piece of memory."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    local = local_of(x)
+    return likeness(x), local.data_ptr(), local.shape, local.stride()
 
 
 _QUEUE = "background reshard_state_dict"
@@ -535,9 +668,7 @@ class _Queue:
         thread = threading.Thread(target=self._run, name="meshcast-state", daemon=True)
         try:
             thread.start()
-        except (
-            RuntimeError
-        ):  # no thread is to be had: the other ranks wait for this one, so it comes by itself
+        except RuntimeError:  # no thread is to be had, and the other ranks wait for this one
             self._run()
 
     def _run(self) -> None:
@@ -572,18 +703,18 @@ class _Work(Unordered):
 
     op = OP
 
-    def __init__(self, step: Callable[[], list[Call]]) -> None:
+    def __init__(self, step: Callable[[], object], made: Sequence[Call]) -> None:
         self._step = step
+        self._made = made
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        self._made: list[Call] = []
         self._future: torch.futures.Future[None] = torch.futures.Future()
         self._stream = own_stream()
 
     def run(self) -> None:
         try:
             with behind(self._stream):
-                self._made = self._step()
+                self._step()
         except BaseException as error:
             self._error = error
         finally:
@@ -620,31 +751,29 @@ def beside(parent: ParentGroup, lost: Collection[int] = ()) -> Conversation:
 
 def started(
     parent: ParentGroup,
-    prepared: Prepared,
+    run: StateRun,
     limit: float,
-    run: Callable[[Conversation, float, ReshardedState], tuple[Known, list[Call]]] | None = None,
+    work: Callable[[Conversation, float], object] | None = None,
     lost: Collection[int] = (),
     copy: bool = False,
 ) -> Handle[ReshardedState]:
-    """Starts a call. limit: seconds. run: what to do in place of Conversation.run alone. lost: ranks that
-    make no call any more. copy: of what is held, at once."""
+    """Starts a call. limit: seconds. work: what to do with the deadline in place of Conversation.run alone.
+    lost: ranks that make no call any more. copy: of what is held, at once."""
     if copy:
-        prepared.keep_copies()
-    prepared.keep_digests()
+        run.keep_copies()
+    run.keep_digests()
     talk = beside(parent, lost)
     queue: _Queue = talk.parent.extras.setdefault(_QUEUE, _Queue())
-    result = ReshardedState()
-    bounds: list[float] = []
     deadline = time.monotonic() + limit
+    bounds: list[float] = []
 
-    def step() -> list[Call]:
-        if run is None:
-            kind, made = talk.run(prepared, deadline, result)
+    def step() -> None:
+        if work is None:
+            talk.run(run, deadline)
         else:
-            kind, made = run(talk, deadline, result)
-        bounds.extend(batch.bound() for batch in kind.batches)
-        return made
+            work(talk, deadline)
+        bounds.extend(batch.bound() for batch in run.batches)
 
-    work = _Work(step)
-    queue.put(work)
-    return Handle(work, result, lambda: sum(bounds))
+    begun = _Work(step, run.made)
+    queue.put(begun)
+    return Handle(begun, run.result, lambda: sum(bounds))

@@ -4,10 +4,11 @@ boxes."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..base import checks
+from ..base.checks import Reader
 from ..errors import LayoutError
 
 __all__ = ["Block", "TensorMap", "mapped"]
@@ -93,9 +94,9 @@ class TensorMap:
             if sorted(permute) != list(range(len(permute))):
                 raise LayoutError(f"TensorMap: permute {permute} does not name every dimension once")
         dim = checks.integer("TensorMap: dim", self.dim, -checks.MAX_DIMS, checks.MAX_DIMS)
-        fields = {"sources": sources, "targets": targets, "dim": dim, "sizes": sizes}
-        fields |= {"stack": bool(self.stack), "groups": groups, "permute": permute}
-        for name, value in fields.items():
+        checked = {"sources": sources, "targets": targets, "dim": dim, "sizes": sizes}
+        checked |= {"stack": bool(self.stack), "groups": groups, "permute": permute}
+        for name, value in checked.items():
             object.__setattr__(self, name, value)
 
     def _sources(self) -> tuple[str | TensorMap, ...]:
@@ -112,19 +113,27 @@ class TensorMap:
         """Names of all targets, also of those that maps in it stand for."""
         return _names(self._targets())
 
-    def wire(self) -> list[Any]:
-        """Its form in JSON; equal for equal maps."""
-        return [
-            *(
-                [each.wire() if isinstance(each, TensorMap) else each for each in side]
-                for side in (self._sources(), self._targets())
-            ),
-            self.dim,
-            None if self.sizes is None else list(self.sizes),
-            self.stack,
-            self.groups,
-            None if self.permute is None else list(self.permute),
-        ]
+    def to_wire(self) -> dict[str, Any]:
+        """Returns its form in JSON."""
+        sources, targets = (
+            [each.to_wire() if isinstance(each, TensorMap) else each for each in side]
+            for side in (self._sources(), self._targets())
+        )
+        return {
+            **{each.name: getattr(self, each.name) for each in fields(self)},
+            "sources": sources,
+            "targets": targets,
+        }
+
+    @classmethod
+    def from_wire(cls, reader: Reader) -> TensorMap:
+        """Undoes `to_wire`."""
+        said = {each.name: reader.value(each.name) for each in fields(cls)}
+        for side in ("sources", "targets"):
+            said[side] = [
+                each if isinstance(each, str) else cls.from_wire(Reader(each, side)) for each in said[side]
+            ]
+        return cls(**said)
 
 
 def _names(side: Sequence[str | TensorMap]) -> list[str]:

@@ -1,4 +1,9 @@
-"""WeightSync: versions of a model's weights, pushed by ranks that train and pulled by those that serve."""
+"""WeightSync: versions of a model's weights, pushed by ranks that train and pulled by those that serve.
+
+A rank has the version that it serves, and the next one; a thread receives weights while it serves others.
+Each push first gets ready with all ranks, and then moves a version with them. Modules give their tensors
+other memory (offloading, `to()`, a checkpoint that is assigned), so that each call finds the state again.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +11,467 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from typing_extensions import Unpack
 
 from ..base import checks, forks
-from ..errors import Caller, DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
-from ..groups.parent import parent_group, seconds
+from ..base.observe import call_site, log
+from ..errors import (
+    AbortedError,
+    Caller,
+    DeadlineExceededError,
+    LayoutError,
+    MeshcastError,
+    PlanMismatchError,
+)
+from ..groups.parent import ParentGroup, parent_group, seconds
 from ..groups.ready_barrier import Late, ReadyBarrier
-from .state_arguments import Given
+from ..groups.store import first_line, no_thread, store_failed, within
+from .state_arguments import Current, Given, State
 from .state_dict import StateOptions, Where
-from .state_run import ReshardedState
-from .weight_side import Buffers, Receiver, Side, State, WeightProgress, WeightStats, as_call_of
+from .state_run import Conversation, Memory, Repeated, ReshardedState, StateRun, behind, own_stream
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
+__all__ = [
+    "Buffer",
+    "Buffers",
+    "WeightProgress",
+    "WeightStats",
+    "WeightSync",
+]
 
-__all__ = ["WeightSync"]
 
 _OP = "WeightSync"
+_LOOK = 0.25  # seconds between two looks for ranks that have gone
+
+
+@dataclass(frozen=True)
+class WeightStats:
+    """The cost of one version on this rank.
+
+    Attributes:
+        version: its number.
+        bytes_sent, bytes_received: as `TransferStats` counts them.
+        waited: seconds until all ranks were ready.
+        seconds: from then until the version was whole on every rank.
+    """
+
+    version: int
+    bytes_sent: int
+    bytes_received: int
+    waited: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WeightProgress:
+    """The progress of the version that is on its way. Values on GPUs count once their transfer is complete.
+
+    Attributes:
+        bytes_done: that this rank has sent and received of it.
+        bytes_expected: that it will in all; 0 until the first one is planned.
+    """
+
+    bytes_done: int
+    bytes_expected: int
+
+
+class Buffer:
+    """Memory of one version. state: what the user gets, None while it is not whole; torn: a version was on
+    its way into it, and did not arrive."""
+
+    def __init__(self) -> None:
+        self.memory = Memory()
+        self.state: ReshardedState | None = None
+        self.version = -1
+        self.torn = False
+
+
+class Buffers:
+    """One or two buffers. Any thread. With two, the one that is served is never written."""
+
+    def __init__(self, count: int, rank: int) -> None:
+        self.stats: WeightStats | None = None
+        self._caller = Caller(_OP, rank)
+        self._buffers = [Buffer() for _ in range(count)]
+        self._current: Buffer | None = None  # that is served
+        self._newest: Buffer | None = None  # whole, and not yet served
+        self._claimed: Buffer | None = None  # that a version is to arrive in
+        self._refused: Exception | None = None  # of the last push, for the next take() to tell
+        self._ended: MeshcastError | None = None
+        self._changed = threading.Condition()
+
+    def claim(self) -> Buffer:
+        """The buffer for the next version. One at a time."""
+        with self._changed:
+            free = [each for each in self._buffers if each is not self._current] or self._buffers
+            # A whole version that nobody has taken gives way where the other one is being served.
+            self._claimed = next((each for each in free if each is not self._newest), free[0])
+            return self._claimed
+
+    def tear(self, buffer: Buffer) -> None:
+        """It is about to be written."""
+        with self._changed:
+            buffer.state, buffer.torn = None, True
+            if self._newest is buffer:
+                self._newest = None
+
+    def fill(self, buffer: Buffer, state: ReshardedState, stats: WeightStats) -> None:
+        """The version in it is whole."""
+        with self._changed:
+            buffer.state, buffer.version, buffer.torn = state, stats.version, False
+            self._newest, self._claimed, self._refused = buffer, None, None
+            self.stats = stats
+            self._changed.notify_all()
+
+    def release(self) -> None:
+        """Nothing arrived in what was claimed."""
+        with self._changed:
+            self._claimed = None
+            self._changed.notify_all()
+
+    def refuse(self, error: Exception) -> None:
+        """The next take() raises it, unless a newer version comes first."""
+        with self._changed:
+            self._refused = error
+            self._changed.notify_all()
+
+    def end(self, error: MeshcastError) -> None:
+        """Nothing arrives any more. The first cause counts."""
+        with self._changed:
+            self._ended = self._ended or error
+            self._changed.notify_all()
+
+    @property
+    def over(self) -> bool:
+        """``True`` where nothing arrives any more."""
+        return self._ended is not None
+
+    def check_open(self) -> None:
+        """Raises where nothing can be pushed or pulled any more: the first cause."""
+        error = self._ended
+        if isinstance(error, AbortedError):
+            raise error.with_traceback(None)
+        if error is not None:
+            raise self._caller.error(AbortedError, f"it has failed before: {error}", peer=error.peer)
+
+    def version(self) -> int | None:
+        """Returns the version that is served; None where no whole one is."""
+        with self._changed:
+            current = self._current
+            return None if current is None or current.torn else current.version
+
+    def state(self) -> ReshardedState:
+        with self._changed:
+            current = self._current
+            if current is not None and current.state is not None:
+                return current.state
+        text = "no version has been pulled yet"
+        if current is not None:
+            text = (
+                f"the weights are torn: a push into them has begun and did not end, after version "
+                f"{current.version}. They are served again once a pull has succeeded"
+            )
+        raise self._caller.error(MeshcastError, text)
+
+    def take(self, wanted: int | None, deadline: float, look: Callable[[], None] = lambda: None) -> int:
+        """Makes the newest whole version current, once there is one, and one as new as `wanted`. Returns the
+        number of what is current then. look(): called now and then while it waits."""
+        begin = time.monotonic()
+        while True:
+            with self._changed:
+                found = self._taken(wanted)
+                if found is not None:
+                    return found
+                now = time.monotonic()
+                if now >= deadline:
+                    raise self.late(wanted, now - begin)
+                told = self._changed.wait(min(_LOOK, deadline - now))
+            if not told:
+                look()
+
+    def _taken(self, wanted: int | None) -> int | None:
+        newest, current, least = self._newest, self._current, -1 if wanted is None else wanted
+        if newest is not None and newest is not self._claimed and newest.version >= least:
+            self._current, self._newest = newest, None
+            return newest.version
+        served = current is not None and not current.torn and current.version >= least
+        if current is not None and served and wanted is not None:
+            return current.version
+        if self._refused is not None:
+            error, self._refused = self._refused, None
+            raise error.with_traceback(None)
+        if self._ended is not None:
+            raise self._ended.with_traceback(None)
+        return current.version if current is not None and served else None
+
+    def late(self, wanted: int | None, elapsed: float) -> DeadlineExceededError:
+        what = "any version" if wanted is None else f"version {wanted} or a newer one"
+        why = "nobody has pushed one" if self._claimed is None else "a push is on its way, and not through"
+        text = f"pull waited {elapsed:.1f} s for {what}: {why}"
+        return self._caller.error(DeadlineExceededError, text, phase="wait", elapsed=elapsed, limit=elapsed)
+
+
+_TELL = 0.7  # seconds that the store gets to take why this rank ends: Ctrl-C raises in one
+_READY = 0.5  # of a push's limit, for the others to get ready; the transfer has the rest
+
+
+class _Side:
+    """Used by one thread at a time, but for `buffers`. state: of a rank that pushes, else None."""
+
+    def __init__(
+        self,
+        parent: ParentGroup,
+        barrier: ReadyBarrier,
+        given: Given,
+        state: Any,
+        out: Any,
+        buffers: Buffers,
+        limit: float,
+    ) -> None:
+        """parent: a twin, whose private groups nothing else uses. limit: of a transfer, seconds."""
+        self.parent, self.barrier, self.buffers, self.limit = parent, barrier, buffers, limit
+        self.pushes = state is not None
+        self._state, self._out = state, out
+        self._states: dict[str, Current] = {}
+        self._calls = Repeated(parent.rank, given)
+        self._talk = Conversation(parent, {})
+        self._op = f"{_OP}.{'push' if self.pushes else 'pull'}"
+        self._caller = Caller(_OP, parent.rank)
+        self._run: StateRun | None = None  # in flight
+        self._left = ""  # why this rank ends
+        self._born = forks.count
+
+    def check(self) -> bool:
+        """Raises LayoutError for arguments that are wrong by themselves. Returns whether this rank asks for
+        tensors on a GPU."""
+        run = self._prepared(_OP, None, None)
+        if run.refused is not None:
+            raise run.refused
+        return any(each.device_type == "cuda" for each in run.checked.side.wanted.values())
+
+    def _prepared(
+        self, op: str, version: Any, memory: Memory | None, wrong: Exception | None = None
+    ) -> StateRun:
+        """A call with the state, and the outputs, that are found now. op: that its errors name."""
+        state = out = None
+        try:
+            state, out = self._now("state", self._state), self._now("out", self._out)
+        except Exception as error:
+            wrong = error
+        return self._calls.prepared(state, out, version, memory, wrong, op)
+
+    def _now(self, what: str, given: Any) -> Any:
+        known = self._states.get(what)
+        if known is None or known.given is not given:
+            known = self._states[what] = Current(what, given)
+        return known.look()
+
+    def leaving(self) -> str:
+        """Returns why this rank takes no part in anything that has not begun; "" while it does."""
+        return self._left or ("its process group was destroyed" if self.parent.closed else "")
+
+    def leave(self, why: str) -> None:
+        """Ends everything on all ranks, since this one goes. Takes a second at most."""
+        if not self._left and self._born == forks.count:
+            self._left = f"rank {self.parent.rank} {why}"
+            self.end(AbortedError, self._left, self._caller.error(AbortedError, self._left))
+
+    def ask(self, call: Callable[[], None], seconds: float, what: str) -> None:
+        """call(), which uses the store and ends by itself within so many seconds where that answers."""
+        within(seconds + _TELL, call, f"{_OP}, {what}", self.barrier.gone, rank=self.parent.rank, op=_OP)
+
+    def pushed(self, version: int, state: Any = None) -> None:
+        """One push, within the limit. Blocks. Raises Late where other ranks were not ready in half of it.
+        state: from now on, in place of the one before."""
+        self._state = self._state if state is None else state
+        begin, site = time.monotonic(), call_site()
+
+        def settle() -> None:
+            self.barrier.answer()
+            self.barrier.verdict(begin + _READY * self.limit, self.leaving, site)
+
+        self._together(lambda: self.ask(settle, _READY * self.limit, "getting ready"))
+        self._moved(version, begin, begin + self.limit)
+
+    def pulled(self, begin: float, deadline: float) -> None:
+        """One version into this rank's only buffer. Blocks. Raises Late where there was none, or other ranks
+        were not ready for it."""
+        start, site = time.monotonic(), call_site()
+
+        def check() -> None:
+            if why := self.leaving():
+                raise self._caller.error(AbortedError, why)
+
+        def settle() -> None:
+            if not self.barrier.await_call(deadline, check):
+                raise Late(self.buffers.late(None, time.monotonic() - begin))
+            self.barrier.answer()
+            self.barrier.verdict(deadline, self.leaving, site)
+
+        self._together(lambda: self.ask(settle, max(deadline - start, 0.0), "waiting for a push"))
+        self._moved(None, start)
+
+    def received(self) -> None:
+        """Waits for a push, and takes part in it. For the thread that receives."""
+        start = time.monotonic()
+
+        def settle() -> None:
+            nonlocal start
+            self.barrier.wait_for_call()
+            if self.leaving() or not self.barrier.called():
+                raise Late(self.buffers.late(None, 0.0))
+            start = time.monotonic()
+            self.barrier.answer()
+            self.barrier.verdict(None, self.leaving)
+
+        with suppress(Late):
+            self._together(settle)
+            self._moved(None, start)
+
+    def progress(self) -> WeightProgress | None:
+        """Returns the progress of the version that is on its way; None where none is. Any thread."""
+        run = self._run
+        found = [batch.progress() for batch in ([] if run is None else run.batches)]
+        return (
+            WeightProgress(sum(done for done, _ in found), sum(all_ for _, all_ in found)) if found else None
+        )
+
+    def look(self) -> None:
+        """For who waits for a version: whether those that push are still there."""
+        with suppress(DeadlineExceededError):  # the store does not answer: the limit of the wait holds
+            self.ask(lambda: self.barrier.look_after(self.barrier.callers()), 0.0, "looking after ranks")
+
+    def _together(self, settle: Callable[[], None]) -> None:
+        """Waits with the other ranks until all are ready. Any error but Late ends everything."""
+        try:
+            settle()
+        except Late:
+            raise
+        except (dist.DistError, OSError) as error:
+            if self.barrier.ended is not None:  # the others know
+                self.buffers.end(self.barrier.ended)
+                raise
+            failed = error if isinstance(error, MeshcastError) else self._store_failed(error)
+            self._give_up(failed)
+            if failed is error:
+                raise
+            raise failed from error
+        except BaseException as raised:  # of a handler of a signal
+            self._interrupted(raised)
+            raise
+
+    def _store_failed(self, error: Exception) -> MeshcastError:
+        where: Any = {"rank": self.parent.rank, "op": _OP, "phase": "agree"}
+        return store_failed(error, _OP, self.barrier.gone(), **where)
+
+    def _moved(self, version: Any, start: float, deadline: float | None = None) -> None:
+        """The transfer, which this rank has waited for since `start`; deadline: by default the limit, from
+        now. Errors that all ranks have, in which nothing moved or what moved is known to be torn, leave
+        everything in use; others end it."""
+        try:
+            self._move(version, start, deadline)
+        except MeshcastError as error:
+            if not (isinstance(error, LayoutError | PlanMismatchError) or type(error) is MeshcastError):
+                self._give_up(error)
+            raise
+        except BaseException as raised:  # of a handler of a signal; or there is no memory
+            self._interrupted(raised)
+            raise
+
+    def _move(self, version: Any, start: float, deadline: float | None) -> None:
+        buffer = self.buffers.claim()
+        try:
+            begin = time.monotonic()
+            wrong = None
+            if self.pushes and version is None:
+                wrong = LayoutError("a push needs a version: an integer that grows")
+            run = self._run = self._prepared(self._op, version, buffer.memory, wrong)
+            run.moving = lambda: self.buffers.tear(buffer)
+            result = self._talk.run(run, begin + self.limit if deadline is None else deadline)
+            assert result.version is not None  # each rank that pushes gives one
+            each = [figures for call in run.made if (figures := call.figures()) is not None]
+            sent, got = (
+                sum(int(figures[name]) for figures in each) for name in ("bytes_sent", "bytes_received")
+            )
+            stats = WeightStats(result.version, sent, got, begin - start, time.monotonic() - begin)
+        except BaseException:
+            self.buffers.release()
+            raise
+        finally:
+            self._run = None
+        self.buffers.fill(buffer, result, stats)
+
+    def _interrupted(self, raised: BaseException) -> None:
+        what = f"{type(raised).__name__}: {first_line(raised)}"
+        self._left = f"rank {self.parent.rank} was interrupted by {what}"
+        self._give_up(self._caller.error(AbortedError, self._left))
+
+    def _give_up(self, error: MeshcastError) -> None:
+        """The others may wait for this rank."""
+        self.parent.abort(f"rank {self.parent.rank} gave up a push: {error}")
+        self.end(AbortedError, str(error), error)
+
+    def end(self, kind: type[MeshcastError], text: str, error: MeshcastError) -> None:
+        """Ends everything on all ranks, with an error of this kind, and here with `error`. Takes a second at
+        most."""
+        self.buffers.end(error)
+        told = threading.Event()
+
+        def tell() -> None:
+            with suppress(Exception):  # where the store does not answer, the others wait to their limits
+                self.barrier.end(kind, text)
+            told.set()
+
+        try:
+            threading.Thread(target=tell, name="meshcast-store", daemon=True).start()
+        except RuntimeError:  # none is to be had, or the interpreter ends: this rank's own waits for it, too
+            tell()
+        told.wait(_TELL)
+
+
+class _Receiver:
+    """Takes part in every push. Between two it waits in the rendezvous store, on a connection of its own, and
+    needs no CPU time."""
+
+    def __init__(self, side: _Side, on_gpu: bool) -> None:
+        """on_gpu: it receives there, behind what the stream of this thread holds by then."""
+        self._side = side
+        gpu = on_gpu and torch.cuda.is_available()
+        self._stream = torch.cuda.current_stream() if gpu else own_stream()
+        self._thread = threading.Thread(target=self._run, name="meshcast-weights", daemon=True)
+
+    def start(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            rank = self._side.parent.rank
+            raise no_thread("a WeightSync receives", rank=rank, op=_OP, phase="start") from error
+
+    def join(self, seconds: float) -> None:
+        """Waits until it has ended, after _Side.leave() and _Side.end()."""
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        side = self._side
+        with behind(self._stream):
+            while not side.leaving() and not side.buffers.over:
+                try:
+                    side.received()
+                except Exception as error:
+                    log.warning("rank %d: %s: %s", side.parent.rank, _OP, error)
+                    if not side.buffers.over:  # the next pull raises it, and pushes go on
+                        side.buffers.refuse(error)
+
+
 _JOIN = 2.5  # seconds that a version on its way gets when this rank ends
 _LARGEST = (1 << 62) - 1  # version
 
@@ -101,30 +544,30 @@ class WeightSync:
         self._name = f"WeightSync {next(parent.extras.setdefault(_OP, itertools.count()))}"
         self._turn = threading.Lock()  # of pushes and of pulls into the only buffer
         self._closed = False
-        self._receiver: Receiver | None = None
+        self._receiver: _Receiver | None = None
         wrong: Exception | None = None
         limit, count = parent.timeout, 1
         try:
             limit = seconds(timeout, parent.timeout)
-            count = checks.integer(f"{_OP}: buffers", buffers, 1, 2)
+            count = checks.integer("buffers", buffers, 1, 2)
             if out is not None and count == 2:
-                raise LayoutError(f"{_OP}: out= has the only buffer; pass buffers=1 with it")
+                raise LayoutError("out= has the only buffer; pass buffers=1 with it")
             given = Given(None, destinations, **options)
         except Exception as error:
-            wrong, given = as_call_of(_OP, Caller(_OP, parent.rank).typed(error)), Given(None, None)
+            wrong, given = Caller(_OP, parent.rank).typed(error), Given(None, None)
         twin = parent.twin(self._name)
         ranks, within = list(parent.ranks), twin.full_name
         barrier = ReadyBarrier(self._name, twin.store, ranks, parent.rank, limit, within)
         self._buffers = Buffers(count, parent.rank)
         self._limit, self._one = limit, count == 1
-        self._side = Side(twin, barrier, given, state, out, self._buffers, limit)
+        self._side = _Side(twin, barrier, given, state, out, self._buffers, limit)
         self._side.ask(lambda: barrier.open(state is not None), limit, "connecting with the rendezvous store")
         try:
             if wrong is not None:
                 raise wrong
             on_gpu = self._side.check()
             if state is None and not self._one:
-                self._receiver = Receiver(self._side, on_gpu)
+                self._receiver = _Receiver(self._side, on_gpu)
                 self._receiver.start()
         except MeshcastError as error:
             self._side.end(PlanMismatchError, f"rank {parent.rank} refused its arguments: {error}", error)
@@ -158,11 +601,8 @@ class WeightSync:
         """
         self._check("push")
         if not self._side.pushes:
-            raise LayoutError(
-                f"{_OP}.push: rank {self._parent.rank} gave no state, so it receives: call pull()",
-                rank=self._parent.rank,
-                op=_OP,
-            )
+            caller = Caller(f"{_OP}.push", self._parent.rank)
+            raise caller.error(LayoutError, "this rank gave no state, so it receives: call pull()")
         with self._taking_turns("push"):
             self._buffers.check_open()
             try:
@@ -185,7 +625,8 @@ class WeightSync:
         """
         self._check("pull")
         begin = time.monotonic()
-        wanted = None if version is None else checks.integer(f"{_OP}: version", version, 0, _LARGEST)
+        with Caller(f"{_OP}.pull", self._parent.rank):
+            wanted = None if version is None else checks.integer("version", version, 0, _LARGEST)
         deadline = begin + self._limit
         if self._side.pushes or not self._one:
             return self._buffers.take(wanted, deadline, self._side.look)
@@ -248,13 +689,9 @@ class WeightSync:
     @contextmanager
     def _taking_turns(self, what: str) -> Iterator[None]:
         if not self._turn.acquire(timeout=self._limit):
-            raise DeadlineExceededError(
-                f"{_OP}.{what}: another thread of rank {self._parent.rank} was at it for {self._limit:g} s",
-                rank=self._parent.rank,
-                op=_OP,
-                phase="wait",
-                limit=self._limit,
-            )
+            text = f"another thread of this rank was at it for {self._limit:g} s"
+            caller = Caller(f"{_OP}.{what}", self._parent.rank, "wait")
+            raise caller.error(DeadlineExceededError, text, limit=self._limit)
         try:
             yield
         finally:
@@ -271,7 +708,7 @@ class WeightSync:
         return True
 
 
-def _dropped(side: Side, at_end: dict[str, Any], name: str) -> None:
+def _dropped(side: _Side, at_end: dict[str, Any], name: str) -> None:
     """Nobody has closed it. Its connections end with the process group: this may be any thread."""
     at_end.pop(name, None)
     side.leave("has dropped it")

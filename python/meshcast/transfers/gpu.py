@@ -6,12 +6,11 @@ call."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -19,6 +18,7 @@ from .. import _C
 from ..base import settings
 from ..base.observe import log
 from ..base.settings import host_identity
+from ..base.wire import pack, unpack
 from ..errors import AbortedError, LayoutError, MeshcastError
 from ..groups.private import PrivateGroup
 from .medium import Medium, Shards, Started, Statistics, Types, types_text
@@ -35,13 +35,12 @@ __all__ = [
     "attach_gpu",
     "choose_transport",
     "connect_lanes",
-    "gpu_obstacle",
     "gpu_of",
-    "own_obstacle",
     "own_offer",
-    "require_gpu",
 ]
 
+
+T = TypeVar("T")
 
 AUTO, NCCL, CUDA_IPC = "auto", "nccl", "cuda_ipc"
 TRANSPORT_SWITCH = settings.CUDA_TRANSPORT.name
@@ -72,23 +71,6 @@ class GpuOffer:
     no_ipc: str = ""
     obstacle: str = ""
 
-    def as_text(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> GpuOffer:
-        fields = json.loads(text)
-        return cls(**(fields | {"reaches": tuple(fields["reaches"])}))
-
-
-def require_gpu(op: str, *, copies_only: bool = False) -> None:
-    """Raises LayoutError where this process can move nothing on GPUs. copies_only: nothing but torch's copies
-    between a GPU and the host is needed."""
-    reason = own_obstacle(copies_only=copies_only)
-    if reason:
-        meshes = "one of the meshes is" if copies_only else "the meshes are"
-        raise LayoutError(f"{op}: {meshes} on cuda, but {reason}", op=op)
-
 
 def several_gpus(devices: Sequence[int]) -> str:
     """Returns the error text for tensors of one call on several GPUs of a rank."""
@@ -96,24 +78,6 @@ def several_gpus(devices: Sequence[int]) -> str:
         f"the tensors of one call are on several GPUs of this rank, {sorted(devices)}; results are made on "
         "the current one: call torch.cuda.set_device with that of the source first"
     )
-
-
-def own_obstacle(*, copies_only: bool) -> str:
-    """Why this process can move nothing on GPUs; empty if it can. copies_only: see require_gpu."""
-    built = copies_only or hasattr(_C, "GpuGroupCore")
-    return gpu_obstacle(built, torch.version.cuda, torch.cuda.is_available())
-
-
-def gpu_obstacle(built: bool, torch_cuda: str | None, available: bool) -> str:
-    """Why a process cannot use a GPU; empty if it can. built: meshcast has CUDA code; torch_cuda: the CUDA of
-    torch."""
-    if torch_cuda is None:
-        return "torch is a CPU build: install a CUDA build of torch and build meshcast for it"
-    if not built:
-        return "this build of meshcast has no CUDA code: build it again with MESHCAST_CUDA=ON"
-    if not available:
-        return "torch sees no GPU here: look at CUDA_VISIBLE_DEVICES and the driver"
-    return ""
 
 
 def own_offer(device: int) -> GpuOffer:
@@ -307,6 +271,20 @@ def attach_gpu(group: PrivateGroup, gpu: CudaLanes) -> None:
     group.attach(_KEY, gpu)
 
 
+class _Said(NamedTuple):
+    """A rank's part in connecting GPUs. ids: of NCCL, by lane that is missing; the first rank's
+    count."""
+
+    offer: GpuOffer
+    ids: tuple[bytes, ...]
+
+
+class _Addresses(NamedTuple):
+    """The sockets at which a rank awaits the others, by lane."""
+
+    of_lanes: tuple[str, ...]
+
+
 def connect_lanes(
     group: PrivateGroup,
     control: _C.GroupCore,
@@ -328,20 +306,18 @@ def connect_lanes(
         return
     topic = f"gpu/{call[0]}/{call[1]}"
     offer = own_offer(place.device) if place.problem is None else GpuOffer(obstacle=str(place.problem))
-    ids: list[str] = []
+    ids: list[bytes] = []
     if group.rank == group.ranks[0] and not offer.obstacle and not offer.no_nccl:
         try:
-            ids = [_C.nccl_unique_id().hex() for _ in missing]
+            ids = [_C.nccl_unique_id() for _ in missing]
         except MeshcastError as error:
             offer = replace(offer, no_nccl=str(error))
     try:
-        told = _gather(group, control, topic, json.dumps([offer.as_text(), ids]), deadline)
+        told = _gather(group, control, topic, _Said(offer, tuple(ids)), deadline)
     except MeshcastError as error:
         control.abort(str(error))  # the ranks no longer count calls the same way
         raise
-    transport = choose_transport(
-        {rank: GpuOffer.from_text(text) for rank, (text, _) in told.items()}, group.rank
-    )
+    transport = choose_transport({rank: said.offer for rank, said in told.items()}, group.rank)
     if gpu is None:
         core = _C.GpuGroupCore(
             control, group.control, list(group.ranks), group.rank, group.name, place.device
@@ -350,8 +326,8 @@ def connect_lanes(
         attach_gpu(group, gpu)
     try:
         if gpu.transport == NCCL:
-            for lane, text in zip(missing, told[group.ranks[0]][1], strict=True):
-                gpu.core.connect(lane, bytes.fromhex(text), max(deadline - time.monotonic(), 1e-3))
+            for lane, unique in zip(missing, told[group.ranks[0]].ids, strict=True):
+                gpu.core.connect(lane, unique, max(deadline - time.monotonic(), 1e-3))
                 gpu.lanes.add(lane)
         else:
             _connect_ipc(group, control, gpu, missing, f"{topic}/{CUDA_IPC}", deadline)
@@ -377,18 +353,16 @@ def _connect_ipc(
 ) -> None:
     """Every rank listens, tells where, and connects with all others, lane by lane."""
     meetings = [_C.IpcMeeting() for _ in lanes]
-    addresses = json.dumps([meeting.address for meeting in meetings])
+    addresses = _Addresses(tuple(meeting.address for meeting in meetings))
     told = _gather(group, control, topic, addresses, deadline)
     for number, (lane, meeting) in enumerate(zip(lanes, meetings, strict=True)):
-        of_lane = [told[rank][number] for rank in group.ranks]
+        of_lane = [told[rank].of_lanes[number] for rank in group.ranks]
         gpu.core.connect_ipc(lane, meeting, of_lane, max(deadline - time.monotonic(), 1e-3))
         gpu.lanes.add(lane)
 
 
-def _gather(
-    group: PrivateGroup, control: _C.GroupCore, topic: str, mine: str, deadline: float
-) -> dict[int, list[Any]]:
-    """Posts what this rank says, a list as JSON, and returns what all of them said."""
+def _gather(group: PrivateGroup, control: _C.GroupCore, topic: str, mine: T, deadline: float) -> dict[int, T]:
+    """Posts what this rank says, and returns what all of them said."""
 
     def check() -> None:
         cause = control.error() or group.posted_cause()
@@ -405,9 +379,9 @@ def _gather(
         f"rank {group.rank}: ranks {{missing}} did not come to connect their GPUs within {{elapsed}} s "
         "(stuck elsewhere, or dead)"
     )
-    group.conversation.say(topic, mine)
+    group.conversation.say(topic, pack(mine))
     said = group.conversation.hear(topic, group.ranks, deadline, late, "connect", "connect", check)
-    return {rank: json.loads(text) for rank, text in said.items()}
+    return {rank: unpack(type(mine), text) for rank, text in said.items()}
 
 
 class GpuMedium(Medium):

@@ -29,6 +29,9 @@ __all__ = [
     "check_shards",
     "ends_of",
     "filled",
+    "gpu_obstacle",
+    "own_obstacle",
+    "require_gpu",
     "resolved",
     "settled",
     "tensor_text",
@@ -55,50 +58,38 @@ def check_shards(
     shapes: Sequence[tuple[int, ...] | None],
     dtypes: Sequence[torch.dtype],
     *,
-    op: str,
-    rank: int,
     side: str,
     on_cpu: bool,
 ) -> None:
     """Raises LayoutError unless the shards are as their layouts say. shapes: None where this rank is not in
     the mesh. side: "source" or "destination"."""
     if len(shards) != len(shapes):
-        raise LayoutError(f"{op}: expected {len(shapes)} {side} shards, one per tensor, found {len(shards)}")
-    for index, (shard, shape) in enumerate(zip(shards, shapes, strict=True)):
-        if shard is None and shape is None:
-            continue
-        dtype = dtypes[index]
+        raise LayoutError(f"expected {len(shapes)} {side} shards, one per tensor, found {len(shards)}")
+    for index, (shard, shape, dtype) in enumerate(zip(shards, shapes, dtypes, strict=True)):
+        what = f"the {side} shard of tensor {index}"
         if shard is None:
             if shape is not None and 0 not in shape:
                 raise LayoutError(
-                    f"{op}: rank {rank} is in the {side} mesh and must give its shard of tensor {index}: "
-                    f"expected {tensor_text(shape, dtype)}, found None",
-                    rank=rank,
-                    op=op,
+                    f"this rank is in the {side} mesh and must give its shard of tensor {index}: "
+                    f"expected {tensor_text(shape, dtype)}, found None"
                 )
-        elif shape is None:
+            continue
+        found = tensor_text(shard.shape, shard.dtype)
+        if shape is None:
             if shard.numel():
                 raise LayoutError(
-                    f"{op}: rank {rank} is not in the {side} mesh and holds nothing of tensor {index}: "
-                    f"expected None, found {tensor_text(shard.shape, shard.dtype)}",
-                    rank=rank,
-                    op=op,
+                    f"this rank is not in the {side} mesh and holds nothing of tensor {index}: expected "
+                    f"None, found {found}"
                 )
         elif shard.shape != shape or shard.dtype != dtype or shard.is_cpu is not on_cpu:
             raise LayoutError(
-                f"{op}: the {side} shard of tensor {index} on rank {rank} does not fit its layout: expected "
-                f"{tensor_text(shape, dtype)} on {'cpu' if on_cpu else 'cuda'}, found "
-                f"{tensor_text(shard.shape, shard.dtype)} on {shard.device}",
-                rank=rank,
-                op=op,
+                f"{what} does not fit its layout: expected {tensor_text(shape, dtype)} on "
+                f"{'cpu' if on_cpu else 'cuda'}, found {found} on {shard.device}"
             )
         elif side == "destination" and _is_lazy(shard):
             raise LayoutError(
-                f"{op}: the destination shard of tensor {index} on rank {rank} is a view that conjugates or "
-                f"negates its memory when it is read ({tensor_text(shard.shape, shard.dtype)}): expected "
-                "memory that holds the values themselves; give the tensor behind the view, or a clone()",
-                rank=rank,
-                op=op,
+                f"{what} is a view that conjugates or negates its memory when it is read ({found}): expected "
+                "memory that holds the values themselves; give the tensor behind the view, or a clone()"
             )
 
 
@@ -256,10 +247,37 @@ class Medium(ABC):
         """Returns what a descriptor says of it; that of CPUs names no place."""
 
 
-def device_types_of(source: str, destination: str, op: str) -> DeviceTypes:
+def device_types_of(source: str, destination: str) -> DeviceTypes:
     """Returns where both ends of a call are, from the device types of their meshes. Raises LayoutError for
     one that is neither "cpu" nor "cuda"."""
     for kind in (source, destination):
         if kind not in ("cpu", "cuda"):
-            raise LayoutError(f"{op}: the meshes are on {kind}; tensors on cpu and cuda can be moved", op=op)
+            raise LayoutError(f"the meshes are on {kind}; tensors on cpu and cuda can be moved")
     return source, destination
+
+
+def require_gpu(*, copies_only: bool = False) -> None:
+    """Raises LayoutError where this process can move nothing on GPUs. copies_only: nothing but torch's copies
+    between a GPU and the host is needed."""
+    reason = own_obstacle(copies_only=copies_only)
+    if reason:
+        meshes = "one of the meshes is" if copies_only else "the meshes are"
+        raise LayoutError(f"{meshes} on cuda, but {reason}")
+
+
+def own_obstacle(*, copies_only: bool) -> str:
+    """Why this process can move nothing on GPUs; empty if it can. copies_only: see require_gpu."""
+    built = copies_only or hasattr(_C, "GpuGroupCore")
+    return gpu_obstacle(built, torch.version.cuda, torch.cuda.is_available())
+
+
+def gpu_obstacle(built: bool, torch_cuda: str | None, available: bool) -> str:
+    """Why a process cannot use a GPU; empty if it can. built: meshcast has CUDA code; torch_cuda: the CUDA of
+    torch."""
+    if torch_cuda is None:
+        return "torch is a CPU build: install a CUDA build of torch and build meshcast for it"
+    if not built:
+        return "this build of meshcast has no CUDA code: build it again with MESHCAST_CUDA=ON"
+    if not available:
+        return "torch sees no GPU here: look at CUDA_VISIBLE_DEVICES and the driver"
+    return ""

@@ -12,14 +12,13 @@ import torch
 
 from .. import _C
 from .._C import Call, CallNumber
+from ..base import forks
 from ..base.checks import dtype_name
 from ..errors import Caller, LayoutError, MeshcastError, mark_told
 from ..groups.parent import ParentGroup, seconds
 from ..planning.plan import Plan, Problem, plan_many
-from .gpu import GpuMedium
 from .handle import Handle
 from .medium import DeviceTypes, Medium, Shards, check_shards, filled, resolved, tensor_text, types_of
-from .pinned import PinnedMedium
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -110,7 +109,7 @@ class PersistentTransfer:
         if all(shape is None for shape in (*self._source, *self._destination)):
             raise LayoutError(f"{op}: rank {parent.rank} is in neither mesh", rank=parent.rank, op=op)
         self._parent = parent
-        self._group = parent.private(ranks_of(problems), op)
+        self._group = parent.private(ranks_of(problems))
         self._plan: Plan | None = None
         self._what = self._moves_text()
         # Through C++ a cycle would never be freed.
@@ -141,7 +140,7 @@ class PersistentTransfer:
     def agree_ahead(self, timeout: float | timedelta | None = None) -> None:
         """Agrees in the background, before the first call: ranks that disagree get PlanMismatchError from
         that."""
-        self._group.before_call()
+        forks.check(self._group.born, self._op)
         self._core.agree_ahead(seconds(timeout, self._parent.timeout), self)
 
     def start(
@@ -217,7 +216,7 @@ class PersistentTransfer:
         """Counts the call and begins it behind all earlier ones: at once in this thread where nothing has to
         be waited for, else on the control thread. Raises AbortedError in a forked child."""
         try:
-            self._group.before_call()
+            forks.check(self._group.born, self._op)
             call.submit()
         except MeshcastError as error:
             mark_told(error)
@@ -270,8 +269,6 @@ class PersistentTransfer:
             shards,
             expected,
             self._source_dtypes if side == "source" else self._destination_dtypes,
-            op=self._op,
-            rank=self._group.rank,
             side=side,
             on_cpu=self._device_types[side == "destination"] == "cpu",
         )
@@ -310,9 +307,6 @@ def ranks_of(problems: Sequence[Problem]) -> list[int]:
     return sorted({rank for _, _, src, dst in problems for rank in (*src.ranks, *dst.ranks)})
 
 
-_KEPT = 256  # transfers of a group, which this rank keeps for later calls
-
-
 def kept_transfer(
     parent: ParentGroup,
     problems: Sequence[Problem],
@@ -325,7 +319,7 @@ def kept_transfer(
 ) -> PersistentTransfer:
     """The transfer of an ordinary call: one kept from before, or a new one. It agrees within a launch, unless
     the ranks have agreed on one of its kind, so that every call takes one ordinal in either case."""
-    kept = parent.private(ranks_of(problems), op).transfers
+    kept = parent.private(ranks_of(problems)).transfers
     kind = (op, tuple(problems), None if backward is None else tuple(backward), options, device_types, casts)
     transfer: PersistentTransfer | None = kept.get(kind)
     if transfer is None:
@@ -339,8 +333,6 @@ def kept_transfer(
             casts=casts,
             kind=kind,
         )
-        if len(kept) >= _KEPT:
-            kept.pop(next(iter(kept)), None)
         kept[kind] = transfer
     return transfer
 
@@ -361,13 +353,17 @@ def new_transfer(
     PersistentTransfer."""
     medium: Medium | None = None
     if device_types != ("cpu", "cpu"):
-        group = parent.private(ranks_of(problems), op)
+        group = parent.private(ranks_of(problems))
         if device_types == ("cuda", "cuda"):
             lane = more.get("lane", 0)
             # Of both directions: in a backward, ranks may come by too late to make one.
             lanes = (lane,) if backward is None else (lane, REVERSE_LANE)
+            from .gpu import GpuMedium  # as few calls need it
+
             medium = GpuMedium(group, op, lanes, _types(problems, backward, casts))
         else:
+            from .pinned import PinnedMedium
+
             medium = PinnedMedium(group, device_types)
     return PersistentTransfer(
         parent,

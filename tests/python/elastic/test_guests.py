@@ -9,7 +9,7 @@ import torch
 from meshcast import Layout
 from meshcast.base.boxes import piece_view
 from meshcast.elastic.replicas import Guests
-from meshcast.resharding.state_moves import Origin
+from meshcast.resharding.state_entries import Held
 from torch.distributed.tensor import Replicate, Shard
 
 pytestmark = pytest.mark.timeout(60)
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.timeout(60)
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "b", 4: "c"}
 
 
-def origin(layout: Layout, *shape: int, dtype: torch.dtype = torch.float32) -> Origin:
-    return Origin(shape, dtype, layout, "cpu")
+def origin(layout: Layout, *shape: int, dtype: torch.dtype = torch.float32) -> Held:
+    return Held(shape, dtype, layout, "cpu")
 
 
 ORIGINS = {

@@ -8,7 +8,7 @@ import time
 import pytest
 from meshcast.errors import AbortedError, DeadlineExceededError, MeshcastError, PlanMismatchError
 from meshcast.resharding.state_run import ReshardedState
-from meshcast.resharding.weight_side import Buffer, Buffers, WeightStats
+from meshcast.resharding.weight_sync import Buffer, Buffers, WeightStats
 
 
 def arrives(buffers: Buffers, version: int) -> Buffer:

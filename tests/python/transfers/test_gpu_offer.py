@@ -9,17 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from meshcast.base.wire import pack, unpack
 from meshcast.errors import LayoutError, MeshcastError
 from meshcast.transfers.gpu import (
     CUDA_IPC,
     NCCL,
     GpuOffer,
     choose_transport,
-    gpu_obstacle,
     own_offer,
-    require_gpu,
 )
-from meshcast.transfers.medium import device_types_of
+from meshcast.transfers.medium import device_types_of, gpu_obstacle, require_gpu
 
 
 def offer(number: int, **changes: object) -> GpuOffer:
@@ -89,7 +88,7 @@ def test_an_offer_survives_the_store() -> None:
         offer(3, may_share=True, reaches=("GPU-4", "GPU-5"), wants=CUDA_IPC),
         GpuOffer(obstacle='a "quoted"\nreason'),
     ):
-        assert GpuOffer.from_text(each.as_text()) == each
+        assert unpack(GpuOffer, pack(each)) == each
 
 
 def one_host(count: int = 4, **changes: object) -> dict[int, GpuOffer]:
