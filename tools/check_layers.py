@@ -52,7 +52,7 @@ TOP = {"", "__main__", "_version", "_build_check", "_build_info"}
 # What a face loads only when somebody asks for it.
 LAZY = {
     "resharding.reshard": {"resharding.digested"},
-    "planning.plan": {"planning.text", "planning.draw", "planning.plan_json"},
+    "planning.plan": {"planning.show", "planning.plan_json"},
     "pipelining": {"tuning.choose", "tuning.candidates", "tuning.partition"},
     "pipelining.schedules": {"tuning.choose"},
 }

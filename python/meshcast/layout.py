@@ -23,6 +23,7 @@ __all__ = ["Box", "Layout"]
 
 # (kind, dim, split factor, reduce op): what the planner knows about a torch placement.
 _Placement = tuple[str, int, int, str]
+_REPLICATE: _Placement = ("replicate", 0, 1, "")
 
 _MAX_MESH_DIMS = 5
 _DIMS = (-(1 << 31), (1 << 31) - 1)  # what a placement may name; the tensor's own are checked with its shape
@@ -78,19 +79,20 @@ class Layout:
             raise LayoutError(
                 f"placements {placements!r}: expected a sequence with one placement per mesh dimension"
             )
-        self._set(mesh_shape, ranks, tuple(_read_placement(i, p) for i, p in enumerate(placements)), None)
+        self._set(mesh_shape, ranks, tuple(_read_placement(i, p) for i, p in enumerate(placements)))
 
     def _set(
         self,
         mesh_shape: tuple[int, ...],
-        ranks: array[int],
+        ranks: Iterable[int] | bytes,
         placements: tuple[_Placement, ...],
-        ndim: int | None,
+        ndim: int | None = None,
         held: tuple[HeldBoxes, ...] = (),
     ) -> None:
+        packed = array("i", ranks)
         if not 1 <= len(mesh_shape) <= _MAX_MESH_DIMS:
             raise LayoutError(f"a mesh of {len(mesh_shape)} dimensions: allowed are 1 to {_MAX_MESH_DIMS}")
-        if len(held) != (len(ranks) if held else 0) or (held and (placements or len(mesh_shape) > 1)):
+        if len(held) != (len(packed) if held else 0) or (held and (placements or len(mesh_shape) > 1)):
             raise LayoutError("a layout by boxes has a list of boxes for each rank, and no placements")
         if not held and len(placements) != len(mesh_shape):
             raise LayoutError(
@@ -98,7 +100,7 @@ class Layout:
                 f"({'x'.join(map(str, mesh_shape))}): give one per mesh dimension"
             )
         self._mesh_shape = mesh_shape
-        self._ranks = ranks.tobytes()
+        self._ranks = packed.tobytes()
         self._placements = placements
         self._ndim = ndim  # tensor dimensions, where the notation or boxes fixed them
         self._held = held  # by boxes: what each rank holds; else empty
@@ -136,9 +138,7 @@ class Layout:
     @classmethod
     def _of_held(cls, ranks: Sequence[int], held: tuple[HeldBoxes, ...], ndim: int) -> Layout:
         """A layout by boxes that lie anywhere in the local tensors."""
-        layout = cls.__new__(cls)
-        layout._set((len(ranks),), array("i", ranks), (), ndim, held)
-        return layout
+        return _rebuild((len(ranks),), ranks, (), ndim, held)
 
     @property
     def by_boxes(self) -> bool:
@@ -178,9 +178,7 @@ class Layout:
             layout = meshcast.Layout.parse("2x2@4:Shard(0),Replicate()")
             assert layout == meshcast.Layout([[4, 5], [6, 7]], [Shard(0), Replicate()])
         """
-        if not isinstance(text, str):
-            raise LayoutError(f"layout {checks.shown(text)}: expected text; {_NOTATION_HELP}")
-        found = _MESH.fullmatch(text)
+        found = _MESH.fullmatch(text) if isinstance(text, str) else None
         if found is None:
             raise LayoutError(f"layout {checks.shown(text)} cannot be read; {_NOTATION_HELP}")
         mesh_shape = tuple(int(n) for n in found["mesh"].split("x"))
@@ -199,40 +197,11 @@ class Layout:
             raise LayoutError(
                 f"layout {checks.shown(text)}: a mesh of {size} ranks; allowed are 1 to {_MAX_RANKS}"
             )
-        layout = cls.__new__(cls)
-        ranks = array("i", range(first, first + size))
+        ranks = range(first, first + size)
         if "(" in found["rest"]:
-            layout._set(mesh_shape, ranks, _read_placements(text, found["rest"]), None)
-            return layout
-        if _DIMENSIONS.fullmatch(found["rest"]) is None:
-            raise LayoutError(f"layout {checks.shown(text)} cannot be read; {_NOTATION_HELP}")
-        dims = re.findall(r"R|S[0-9]+", found["rest"])
-        if len(dims) > checks.MAX_DIMS:
-            raise LayoutError(
-                f"layout {checks.shown(text)}: {len(dims)} tensor dimensions; "
-                f"allowed are 0 to {checks.MAX_DIMS}"
-            )
-        placements: list[_Placement] = [("replicate", 0, 1, "")] * len(mesh_shape)
-        for dim, letters in enumerate(dims):
-            axes = [int(digit) for digit in letters[1:]]
-            if axes != sorted(axes):
-                raise LayoutError(
-                    f"layout {text!r}: {letters} lists mesh axes out of order; write them ascending, "
-                    "or build the Layout with _StridedShard for the other order"
-                )
-            for axis in axes:
-                if axis >= len(mesh_shape):
-                    raise LayoutError(
-                        f"layout {text!r}: {letters} names mesh axis {axis}; "
-                        f"allowed are 0 to {len(mesh_shape) - 1}"
-                    )
-                if placements[axis][0] != "replicate":
-                    raise LayoutError(
-                        f"layout {text!r}: mesh axis {axis} shards twice; every axis may appear once"
-                    )
-                placements[axis] = ("shard", dim, 1, "")
-        layout._set(mesh_shape, ranks, tuple(placements), len(dims))
-        return layout
+            return _rebuild(mesh_shape, ranks, _read_placements(text, found["rest"]))
+        placements, ndim = _read_dimensions(text, found["rest"], len(mesh_shape))
+        return _rebuild(mesh_shape, ranks, placements, ndim)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -323,9 +292,7 @@ class Layout:
             )
         ndim = reader.integer("ndim", 0, checks.MAX_DIMS) if held or reader.has("ndim") else None
         reader.finish()
-        layout = cls.__new__(cls)
-        layout._set(mesh_shape, array("i", ranks), placements, ndim, held)
-        return layout
+        return _rebuild(mesh_shape, ranks, placements, ndim, held)
 
     def _core(self, shape: Sequence[int]) -> _C.Layout:
         """The C++ layout for tensors of as many dimensions as `shape`: negative dimensions resolved, all in
@@ -397,21 +364,19 @@ class Layout:
 
 def _rebuild(
     mesh_shape: tuple[int, ...],
-    ranks: bytes,
+    ranks: Iterable[int] | bytes,
     placements: tuple[_Placement, ...],
-    ndim: int | None,
+    ndim: int | None = None,
     held: tuple[HeldBoxes, ...] = (),
 ) -> Layout:
     layout = Layout.__new__(Layout)
-    layout._set(mesh_shape, array("i", ranks), placements, ndim, held)
+    layout._set(mesh_shape, ranks, placements, ndim, held)
     return layout
 
 
 def on_ranks(layout: Layout, ranks: Sequence[int]) -> Layout:
     """The same layout on other ranks, in the order of those that it has."""
-    return _rebuild(
-        layout._mesh_shape, array("i", ranks).tobytes(), layout._placements, layout._ndim, layout._held
-    )
+    return _rebuild(layout._mesh_shape, ranks, layout._placements, layout._ndim, layout._held)
 
 
 def _lists(value: Any) -> Any:
@@ -419,7 +384,7 @@ def _lists(value: Any) -> Any:
     return [_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _read_mesh(mesh: Any) -> tuple[tuple[int, ...], array[int]]:
+def _read_mesh(mesh: Any) -> tuple[tuple[int, ...], list[int]]:
     """Shape and ranks of a nested list, tensor, array or DeviceMesh."""
     values = mesh.mesh if hasattr(mesh, "mesh_dim_names") else mesh  # a DeviceMesh keeps its ranks in .mesh
     if hasattr(values, "tolist"):
@@ -446,7 +411,7 @@ def _read_mesh(mesh: Any) -> tuple[tuple[int, ...], array[int]]:
         )
     if len(level) > _MAX_RANKS:
         raise LayoutError(f"a mesh of {len(level)} ranks; allowed are 1 to {_MAX_RANKS}")
-    ranks = array("i", [checks.integer("mesh rank", rank, 0, (1 << 31) - 1) for rank in level])
+    ranks = [checks.integer("mesh rank", rank, 0, (1 << 31) - 1) for rank in level]
     if len(set(ranks)) != len(ranks):
         seen: set[int] = set()
         twice = next(rank for rank in ranks if rank in seen or seen.add(rank))  # type: ignore[func-returns-value]
@@ -465,7 +430,7 @@ def _read_placement(index: int, placement: Any) -> _Placement:
     if isinstance(placement, torch_types.Shard):
         return "shard", checks.integer(f"placement {index}, Shard", placement.dim, *_DIMS), 1, ""
     if isinstance(placement, torch_types.Replicate):
-        return "replicate", 0, 1, ""
+        return _REPLICATE
     if type(placement) is torch_types.Partial:
         if placement.reduce_op not in _REDUCE_OPS:
             raise LayoutError(
@@ -492,7 +457,7 @@ def _read_placements(text: str, rest: str) -> tuple[_Placement, ...]:
                 "split_factor=n)"
             )
         if found["replicate"]:
-            placements.append(("replicate", 0, 1, ""))
+            placements.append(_REPLICATE)
         elif found["partial"]:
             placements.append(("partial", 0, 1, op))
         elif found["shard"]:
@@ -502,6 +467,37 @@ def _read_placements(text: str, rest: str) -> tuple[_Placement, ...]:
             placements.append(("strided_shard", int(found["strided"]), factor, ""))
         at = found.end()
     return tuple(placements)
+
+
+def _read_dimensions(text: str, rest: str, mesh_dims: int) -> tuple[tuple[_Placement, ...], int]:
+    """Returns the placements that `rest`, which is a part of `text`, says by tensor dimension, and how many
+    dimensions there are."""
+    if _DIMENSIONS.fullmatch(rest) is None:
+        raise LayoutError(f"layout {checks.shown(text)} cannot be read; {_NOTATION_HELP}")
+    dims = re.findall(r"R|S[0-9]+", rest)
+    if len(dims) > checks.MAX_DIMS:
+        raise LayoutError(
+            f"layout {checks.shown(text)}: {len(dims)} tensor dimensions; allowed are 0 to {checks.MAX_DIMS}"
+        )
+    placements = [_REPLICATE] * mesh_dims
+    for dim, letters in enumerate(dims):
+        axes = [int(digit) for digit in letters[1:]]
+        if axes != sorted(axes):
+            raise LayoutError(
+                f"layout {text!r}: {letters} lists mesh axes out of order; write them ascending, "
+                "or build the Layout with _StridedShard for the other order"
+            )
+        for axis in axes:
+            if axis >= mesh_dims:
+                raise LayoutError(
+                    f"layout {text!r}: {letters} names mesh axis {axis}; allowed are 0 to {mesh_dims - 1}"
+                )
+            if placements[axis] != _REPLICATE:
+                raise LayoutError(
+                    f"layout {text!r}: mesh axis {axis} shards twice; every axis may appear once"
+                )
+            placements[axis] = ("shard", dim, 1, "")
+    return tuple(placements), len(dims)
 
 
 def _placement_of_wire(where: str, value: Any) -> _Placement:

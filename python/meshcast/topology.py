@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from .base import checks
+from .base import checks, forks
 from .base.checks import Reader, read_json, typed_arguments
-from .base.gather import gather_facts, ranks_by_host
-from .base.host import host_identity, network_links
-from .errors import LayoutError
+from .base.settings import host_identity, network_links
+from .errors import Caller, LayoutError, MeshcastError, PlanMismatchError
 
 if TYPE_CHECKING:
     from . import _C
@@ -190,28 +189,12 @@ class Topology:
             if nic_gbps is not None:
                 _rate("nic_gbps", nic_gbps)
 
-        facts = gather_facts((host_identity(), network_links()), group, check)
-        ranks_of = ranks_by_host({rank: identity for rank, (identity, _) in facts.items()})
-        known = None if nic_gbps is None else float(nic_gbps)
-        inside = float(local_gbps)
-        hosts = []
-        for ranks in ranks_of:
-            links = facts[ranks[0]][1]
-            speeds = [known if speed is None else speed for speed in links.values()] or [known]
-            if None in speeds:
-                if len(ranks_of) > 1:
-                    raise LayoutError(
-                        f"Topology.discover: the operating system does not know the speed of "
-                        f"{', '.join(name for name, speed in links.items() if speed is None) or 'any link'} "
-                        f"on the host of ranks {list(ranks)}; give nic_gbps=..., or use "
-                        "meshcast.measure_topology()",
-                        rank=dist.get_rank(),
-                        op="Topology.discover",
-                    )
-                speeds = [inside]
-            rates = [_rate("nic_gbps", speed) for speed in speeds if speed is not None]
-            hosts.append(Host(ranks, tuple(Nic(rate, rate) for rate in rates), _rate("local_gbps", inside)))
-        return cls(hosts, latency_us)
+        with Caller("Topology.discover", dist.get_rank() if dist.is_initialized() else None):
+            facts = gather_facts((host_identity(), network_links()), group, check)
+            ranks_of = ranks_by_host({rank: identity for rank, (identity, _) in facts.items()})
+            several = len(ranks_of) > 1
+            hosts = [_discovered(each, facts[each[0]][1], several, nic_gbps, local_gbps) for each in ranks_of]
+            return cls(hosts, latency_us)
 
     def striped(self) -> Topology:
         """The same with the NICs of each host as a single one, as many times as fast as the slowest of them.
@@ -356,6 +339,66 @@ class Topology:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self._hosts, self._uniform, self._latency_ns)
+
+
+def gather_facts(
+    fact: tuple[Any, ...], group: dist.ProcessGroup | None, check: Callable[[], Any] = lambda: None
+) -> dict[int, Any]:
+    """Returns what every rank of `group` (None: the default one) says, by global rank; a collective of them.
+
+    check(): of this rank's arguments. Where it raises, here or on another rank, all raise.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise MeshcastError("no process group; call torch.distributed.init_process_group first")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise LayoutError(f"group {checks.shown(group)}: expected a process group that this rank belongs to")
+    forks.check_group(group or dist.group.WORLD, "measure_topology")
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if dist.get_rank() not in ranks:
+        raise LayoutError(f"rank {dist.get_rank()} is not in the group of ranks {ranks}")
+    refused: MeshcastError | None = None
+    try:
+        check()
+    except MeshcastError as error:
+        refused = error
+    facts: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(facts, (fact, None if refused is None else str(refused)), group)
+    if refused is not None:
+        raise refused
+    for rank, (_, why) in zip(ranks, facts, strict=True):
+        if why is not None:
+            raise PlanMismatchError(f"rank {rank} refused its arguments: {why}", peer=rank)
+    return {rank: said for rank, (said, _) in zip(ranks, facts, strict=True)}
+
+
+def ranks_by_host(identities: Mapping[int, str]) -> list[tuple[int, ...]]:
+    """Ranks by host, hosts by their lowest rank, from {rank: host_identity()}."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank in sorted(identities):
+        ranks_of.setdefault(identities[rank], []).append(rank)
+    return [tuple(ranks) for ranks in ranks_of.values()]
+
+
+def _discovered(
+    ranks: tuple[int, ...],
+    links: Mapping[str, float | None],
+    several: bool,
+    nic_gbps: float | None,
+    local_gbps: float,
+) -> Host:
+    """Returns the host of these ranks. several: there are other hosts, so the speeds of its links matter."""
+    known = None if nic_gbps is None else float(nic_gbps)
+    speeds = [known if speed is None else speed for speed in links.values()] or [known]
+    if None in speeds:
+        if several:
+            unknown = [name for name, speed in links.items() if speed is None]
+            raise LayoutError(
+                f"the operating system does not know the speed of {', '.join(unknown) or 'any link'} on the "
+                f"host of ranks {list(ranks)}; give nic_gbps=..., or use meshcast.measure_topology()"
+            )
+        speeds = [float(local_gbps)]
+    rates = [_rate("nic_gbps", speed) for speed in speeds]
+    return Host(ranks, tuple(Nic(rate, rate) for rate in rates), _rate("local_gbps", float(local_gbps)))
 
 
 def _rebuild(hosts: tuple[Host, ...], uniform: _Uniform | None, latency_ns: int) -> Topology:

@@ -298,7 +298,7 @@ def input_that_is_wrong(context) -> None:
         mine = {"replicas": replicas} if rank != 1 else {}
         raised(
             LayoutError,
-            "rank 1 gives a state, but rank 0 its replicas",
+            "a state comes from rank 1, but replicas from rank 0",
             lambda: elastic.remesh(good if rank == 1 else None, None, where, [4], **mine),
         )
     context.wait_for_all("refused")

@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from meshcast import LayoutError
 from meshcast.elastic import Job as ElasticJob
-from meshcast.elastic.rendezvous import worker_name
+from meshcast.elastic.rendezvous import Worker
 from multiproc.elastic_training import FLAT, batch, model, optimizer_of, rate
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -39,8 +39,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-_NUMBERS = ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "GROUP_RANK")
-NAME = worker_name(*(int(os.environ[key]) for key in _NUMBERS))
+NAME = str(Worker.here())
 
 
 class OneProcess:
@@ -219,9 +218,9 @@ class Worker:
     def step(self, trained: Trained, one: OneProcess) -> None:
         job, step = self.job, self.job.steps
         time.sleep(self.pause)
-        kept = job._generations._kept if job._generations is not None else []
+        kept = list(job._generations._kept.values()) if job._generations is not None else []
         if kept and any(step == at for at, _ in self.moments):
-            kept[-1].replicas.wait()  # so that the step to go back to is known
+            kept[-1].wait()  # so that the step to go back to is known
         stop = torch.tensor(int(self.stop.exists()))
         dist.broadcast(stop, 0)
         loss = trained.gradients(step, self.die)

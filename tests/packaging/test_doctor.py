@@ -12,7 +12,7 @@ from pathlib import Path
 import meshcast
 import pytest
 import torch
-from meshcast.base.host import network_links
+from meshcast.base.settings import network_links
 from meshcast.cli import doctor
 
 PACKAGE = Path(meshcast.__file__).parent

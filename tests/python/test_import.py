@@ -1,5 +1,6 @@
 """What `import meshcast` costs and does, each in a fresh process."""
 
+import ast
 import json
 import os
 import subprocess
@@ -73,6 +74,13 @@ def test_public_names() -> None:
         assert getattr(meshcast, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = meshcast.nothing  # type: ignore[attr-defined]
+
+
+def test_type_checkers_see_the_public_names() -> None:
+    tree = ast.parse((PACKAGE / "__init__.pyi").read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    homes = {alias.asname: node.module for node in imports for alias in node.names}
+    assert homes == {**meshcast._HOME, "__version__": "_version"}
 
 
 def test_no_module_has_the_name_of_a_public_function() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import LayoutError
 from . import checks
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "Box",
@@ -17,6 +20,7 @@ __all__ = [
     "common",
     "extents",
     "held_in_order",
+    "piece_view",
     "read_boxes",
     "read_held",
 ]
@@ -108,7 +112,7 @@ def _check_apart(rank: int, boxes: Sequence[Box]) -> None:
     for box in sorted(boxes, key=lambda box: box[sweep]):
         open_ = [other for other in open_ if other[sweep][1] > box[sweep][0]]
         for other in open_:
-            if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(other, box, strict=True)):
+            if common(other, box) is not None:
                 raise LayoutError(
                     f"from_boxes: the boxes {box_text(other)} and {box_text(box)} of rank {rank} overlap; a "
                     "rank holds every element once"
@@ -140,6 +144,18 @@ def held_in_order(boxes: Sequence[Box], ndim: int) -> HeldBoxes:
         pieces.append((box, (at,), (0,) * ndim, steps))
         at += math.prod(sizes)
     return (at,), tuple(pieces)
+
+
+def piece_view(local: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Returns the box in the local tensor that holds it."""
+    box, at, axes, steps = piece
+    if not axes and local.ndim == len(box):
+        for dim, ((low, high), begin) in enumerate(zip(box, at, strict=True)):
+            local = local.narrow(dim, begin, high - low)
+        return local
+    strides = [local.stride(axis) * step if step else 0 for axis, step in zip(axes, steps, strict=True)]
+    first = sum(index * stride for index, stride in zip(at, local.stride(), strict=True))
+    return local.as_strided(extents(box), strides, local.storage_offset() + first)
 
 
 def read_held(where: str, value: Any) -> HeldBoxes:

@@ -1,9 +1,8 @@
 """The progress of something long, and the time left: a bar on a terminal, a line every ten seconds in a file.
 
 Both go to stderr, so that what a program prints stays as it is. Nothing is shown in the first two seconds,
-nor on other ranks than 0, nor inside something else that shows how far it is. The bar is drawn by rich; where
-that is not installed a terminal gets the lines as well. This file imports nothing of meshcast: `doctor` loads
-it alone.
+nor on other ranks than 0, nor inside something else that shows its progress. This file imports nothing of
+meshcast: `doctor` loads it alone.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from importlib.util import find_spec
-from types import TracebackType
 from typing import Any, TypeVar
 
 __all__ = ["Progress", "seconds_text", "tell", "track"]
@@ -24,6 +21,7 @@ T = TypeVar("T")
 _AFTER = 2.0  # seconds; what takes less shows nothing
 _EVERY = 10.0  # seconds from line to line
 _TICK = 0.5  # seconds from one drawing of the bar to the next
+_WIDTH = 20  # of the bar
 _ERASE = "\r\x1b[2K"  # the line that the cursor is in
 
 _shown: Progress | None = None  # one at a time
@@ -69,10 +67,9 @@ class Progress:
         self._begun = self._counted = self._due = 0.0  # the start, the last one done, the next line
         self._lock = threading.RLock()
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._bar: Any = None
-        self._above: list[tuple[str, _Above]] = []
-        self._with_bar = _draws(self._stream)
+        self._thread = threading.Thread(target=self._tick, name="meshcast-progress", daemon=True)
+        self._bar = ""
+        self._above: list[_Above] = []
 
     def __enter__(self) -> Progress:
         global _shown
@@ -82,36 +79,30 @@ class Progress:
         if self._here:
             _shown = self
             if self._ticks:
-                self._thread = threading.Thread(target=self._tick, name="meshcast-progress", daemon=True)
                 self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _shown
         if not self._here:
             return
         self._ended.set()
         with self._lock:
             self._here = False
-            for name, above in self._above:
-                if getattr(sys, name) is above:
-                    setattr(sys, name, above.stream)
-            if self._bar is not None:
-                self._bar.stop()
-            for _, above in self._above:
-                above.finish()
-        if self._thread is not None:
+            self._write(_ERASE if self._bar else "")
+            self._bar = ""
+            for each in self._above:
+                each.end()
+        if self._ticks:
             self._thread.join()
         _shown = None
 
     def done(self, count: int = 1) -> None:
-        """So many more are done."""
+        """Counts so many more."""
         self.at(self._count + count)
 
     def at(self, count: int, total: int | None = None, what: str | None = None) -> None:
-        """So many are done in all, of a total and under a name that may be new."""
+        """Sets how many are done in all, of a total and under a name that may be new."""
         with self._lock:
             if what is not None and what != self._what:  # something else has begun
                 self._what, self._begun, self._counted = what, self._clock(), self._clock()
@@ -122,8 +113,8 @@ class Progress:
         self.look()
 
     def part(self, done: float) -> None:
-        """So much of a single thing is done, from 0 to 1; less than before is no news. Does nothing where
-        things are counted."""
+        """Sets how much of a single thing is done, from 0 to 1, unless it is less than before. Does nothing
+        where things are counted."""
         if self._single:
             self._total = 100
             self.at(max(self._count, int(100 * done)))
@@ -134,13 +125,12 @@ class Progress:
             now = self._clock()
             if not self._here or now < self._due:
                 return
-            if self._with_bar:
+            if self._stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown"):
                 self._due = now + _TICK
                 self._draw()
             else:
                 self._due = now + _EVERY
-                self._stream.write(f"{self._what}: {self.text()}\n")
-                self._stream.flush()
+                self._write(f"{self._what}: {self.text()}\n")
 
     def text(self) -> str:
         """Such as "12 of 40, 31 s, about 72 s left"."""
@@ -148,103 +138,83 @@ class Progress:
         spent = seconds_text(now - self._begun)
         if self._total is None:
             return spent if self._count == 0 else f"{self._count}, {spent}"
-        left = self._left(now)
         count = f"{self._count} %" if self._single else f"{self._count} of {self._total}"
-        end = "" if left is None else f", about {seconds_text(left)} left"
-        return f"{count}, {spent}{end}"
-
-    def _left(self, now: float) -> float | None:
-        """Seconds, if the others take as long as those that are done. One that takes longer is taken to end
-        now."""
-        if self._total is None or self._count <= 0:
-            return None
+        if self._count <= 0:
+            return f"{count}, {spent}"
+        # The others take as long as those that are done. One that takes longer is taken to end now.
         each, others = (self._counted - self._begun) / self._count, self._total - self._count
-        return max(each * others - (now - self._counted), each * (others - 1), 0.0)
+        left = max(each * others - (now - self._counted), each * (others - 1), 0.0)
+        return f"{count}, {spent}, about {seconds_text(left)} left"
 
     def _tick(self) -> None:
         while not self._ended.wait(_TICK):
             self.look()
 
     def _draw(self) -> None:
-        if self._bar is None:
-            self._start_bar()
-        self._bar.update(
-            self._bar.task_ids[0],
-            description=self._what,
-            total=self._total,
-            completed=self._count,
-            text=self.text(),
-        )
-        self._bar.refresh()
-
-    def _start_bar(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Bar
-
-        # rich would send what goes to stdout through its own console: to stderr, and broken into lines.
-        self._bar = Bar(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[text]}", markup=False),
-            console=Console(file=self._stream),
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        self._bar.add_task(self._what, total=self._total, text="")
-        for name in ("stdout", "stderr"):
-            stream = getattr(sys, name)
-            if stream is not None and stream.isatty():
-                stream.flush()
-                above = _Above(stream, self)
-                self._above.append((name, above))
-                setattr(sys, name, above)
-        self._bar.start()
+        if not self._bar:
+            self._above = [_Above(name, self) for name in ("stdout", "stderr") if _on_terminal(name)]
+        full = min(_WIDTH, _WIDTH * self._count // self._total) if self._total else 0
+        columns = os.get_terminal_size(self._stream.fileno()).columns or 80
+        self._bar = f"{self._what} [{'=' * full:{_WIDTH}}] {self.text()}"[: columns - 1]
+        self._write(_ERASE + self._bar)
 
     def write_above(self, stream: Any, text: str) -> None:
-        """Whole lines to a stream of the terminal that the bar is on."""
+        """Writes whole lines to a stream of the terminal that the bar is on."""
         with self._lock:
-            self._stream.write(_ERASE)
-            self._stream.flush()
+            self._write(_ERASE if self._bar else "")
             stream.write(text)
             stream.flush()
-            if self._here:
-                self._bar.refresh()
+            self._write(self._bar)
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
 
 
 class _Above:
-    """stdout or stderr on the bar's own terminal: lines go above the bar, one without an end waits for it."""
+    """Stands for stdout or stderr on the bar's own terminal: lines go above the bar, one without an end waits
+    for it."""
 
-    def __init__(self, stream: Any, progress: Progress) -> None:
-        self.stream, self._progress, self._rest = stream, progress, ""
+    def __init__(self, name: str, progress: Progress) -> None:
+        self._name, self._progress, self._rest = name, progress, ""
+        self._stream = getattr(sys, name)
         self._lock = threading.RLock()
+        self._stream.flush()
+        setattr(sys, name, self)
 
     def write(self, text: str) -> int:
         with self._lock:
             lines, end, self._rest = (self._rest + text).rpartition("\n")
             if end:
-                self._progress.write_above(self.stream, lines + end)
+                self._progress.write_above(self._stream, lines + end)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))
 
     def flush(self) -> None:
-        self.stream.flush()
+        self._stream.flush()
 
-    def finish(self) -> None:
+    def end(self) -> None:
+        """Puts the stream back in its place."""
+        if getattr(sys, self._name) is self:
+            setattr(sys, self._name, self._stream)
         with self._lock:
-            self.stream.write(self._rest)
+            self._stream.write(self._rest)
+            self._stream.flush()
             self._rest = ""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
+        return getattr(self._stream, name)
+
+
+def _on_terminal(name: str) -> bool:
+    stream = getattr(sys, name)
+    return stream is not None and stream.isatty()
 
 
 def track(items: Iterable[T], what: str, total: int | None = None, *, ticks: bool = True) -> Iterator[T]:
-    """The items, and how many of them are done; total: their number, where len() does not tell.
+    """Yields the items, and shows how many of them are done; total: their number, where len() does not tell.
 
     Example::
 
@@ -260,8 +230,8 @@ def track(items: Iterable[T], what: str, total: int | None = None, *, ticks: boo
 
 
 def tell(done: float) -> None:
-    """For something that takes long: which part of it is done, from 0 to 1. Costs next to nothing where
-    nobody shows it."""
+    """Reports which part of something long is done, from 0 to 1. Costs next to nothing where it is not
+    shown."""
     if _shown is not None:
         _shown.part(done)
 
@@ -274,11 +244,3 @@ def seconds_text(seconds: float) -> str:
     if whole < 7200:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def _draws(stream: Any) -> bool:
-    """Returns whether a bar can be drawn on that stream."""
-    terminal = (
-        stream is not None and stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
-    )
-    return terminal and find_spec("rich") is not None

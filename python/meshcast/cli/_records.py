@@ -18,7 +18,7 @@ from ..base.checks import Reader, read_json
 from ..base.observe import FORMAT
 from ..base.progress import track
 from ..errors import LayoutError
-from ..planning.text import ranks_text
+from ..planning.show import ranks_text
 
 __all__ = [
     "Dissent",

@@ -232,7 +232,7 @@ def _devices(problems: list[str]) -> dict[str, str]:
 
 
 def _host(problems: list[str]) -> dict[str, str]:
-    identity = _base("host").host_identity()
+    identity = _base("settings").host_identity()
     name = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
@@ -264,7 +264,7 @@ def _host(problems: list[str]) -> dict[str, str]:
 
 def _links(problems: list[str], sysfs: Path = Path("/sys/class/net")) -> dict[str, str]:
     """Interfaces that are up, with their speed as the operating system knows it; an unknown one stays so."""
-    known = _base("host").links(sysfs)
+    known = _base("settings").links(sysfs)
     facts = {
         name: f"{speed:g} Gbit/s" if speed is not None else "speed unknown to the operating system"
         for name, speed in known.items()

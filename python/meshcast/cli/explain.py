@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..base.progress import Progress
 from ..pages.page import PageBar, PagePanel, write_timeline_page
-from ..planning.text import ranks_text
+from ..planning.show import ranks_text
 from ._records import Found, Made, Record, find, ranks_of, read_records
 from ._values import named, output_file
 

@@ -15,7 +15,7 @@ from ..errors import LayoutError
 from ..layout import Layout
 from ..pages.page import write_plan_page
 from ..planning.plan import BALANCES, STRATEGIES, Plan, plan
-from ..planning.text import time_text
+from ..planning.show import time_text
 from ..topology import Topology
 from ._values import PICTURES, named, output_file
 

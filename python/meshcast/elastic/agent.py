@@ -16,8 +16,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std
@@ -25,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException, Subpr
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from . import rendezvous as meet
-from .rendezvous import HOSTS, Distant, Hello, JobGoneError, hello_key, welcome_key
+from .rendezvous import Ended, JobGoneError, Order, Worker
 
 __all__ = ["Agent", "Config", "Follower", "Workers"]
 
@@ -94,11 +95,11 @@ class Workers:
     def __init__(self, config: Config, host: int, endpoint: tuple[str, int], logs: str) -> None:
         self.number, self.most = host, config.most
         self._config, self._endpoint, self._logs = config, endpoint, logs
-        self._processes: dict[str, PContext] = {}
-        self._living: dict[str, int] = {}  # local ranks
+        self._processes: dict[Worker, PContext] = {}
+        self._living: set[Worker] = set()
 
-    def start(self, local_rank: int, restart: int) -> None:
-        config, name = self._config, meet.worker_name(local_rank, restart, self.number)
+    def _start(self, worker: Worker) -> None:
+        config, local_rank = self._config, worker.local_rank
         size, world = str(config.most), str(config.most * config.hosts[1])
         rank = str(self.number * config.most + local_rank)
         environment = {
@@ -111,7 +112,7 @@ class Workers:
             "ROLE_NAME": config.role,
             "MASTER_ADDR": self._endpoint[0],
             "MASTER_PORT": str(self._endpoint[1]),
-            "TORCHELASTIC_RESTART_COUNT": str(restart),
+            "TORCHELASTIC_RESTART_COUNT": str(worker.restart),
             "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
             "TORCHELASTIC_RUN_ID": config.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": str(True),
@@ -119,13 +120,13 @@ class Workers:
         }
         shown = config.shown is None or local_rank in config.shown
         # One process each: torch's context of several ends all of them where one fails.
-        context = self._processes[name] = _Context(
+        context = self._processes[worker] = _Context(
             name=config.role,
             entrypoint=config.command,
             args={0: config.arguments},
             envs={0: environment},
             logs_specs=DefaultLogsSpecs(
-                log_dir=os.path.join(self._logs, f"worker_{name}"),
+                log_dir=os.path.join(self._logs, f"worker_{worker}"),
                 redirects=to_map(config.redirects, config.most)[local_rank],
                 tee=to_map(config.tee, config.most)[local_rank],
                 local_ranks_filter=None if shown else {-1},
@@ -136,61 +137,98 @@ class Workers:
             context.start()
         finally:
             if context.subprocess_handlers:  # also where a signal came meanwhile: the process is to be ended
-                self._living[name] = local_rank
+                self._living.add(worker)
 
-    def pid(self, name: str) -> int:
-        return int(self._processes[name].pids()[0])
+    def pid(self, worker: Worker) -> int:
+        return int(self._processes[worker].pids()[0])
 
-    def ended(self) -> list[tuple[str, ProcessFailure | None]]:
-        """Returns the workers that have ended since the last look, and how: None for a good end."""
-        found = []
-        for name, local_rank in list(self._living.items()):
-            result = self._processes[name].wait(0)
+    def ended(self) -> list[Ended]:
+        """Returns the workers that have ended since the last look."""
+        ended = []
+        for worker in sorted(self._living):
+            result = self._processes[worker].wait(0)
             if result is not None:
-                del self._living[name]
-                self.kill(name)  # what it has started and left behind
-                failure = result.failures.get(0)
+                self._living.remove(worker)
+                self._kill(worker)  # what it has started and left behind
+                failure, end = result.failures.get(0), Ended(worker)
                 if failure is not None:
-                    failure.local_rank = local_rank
-                found.append((name, failure))
-        return found
+                    text = str(failure.message)  # a dictionary where torch's record() noted an exception
+                    facts = failure.exitcode, failure.error_file, text, failure.timestamp
+                    end = Ended(worker, failure.pid, *facts)
+                ended.append(end)
+        return ended
 
-    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+    def carry_out(self, order: Order) -> None:
+        assert order.worker is not None
+        if order.what == "start":
+            self._start(order.worker)
+        elif order.what == "kill":
+            self._kill(order.worker)
+        else:
+            self.shutdown(signal.Signals(order.signal), [order.worker])
+
+    def _kill(self, worker: Worker, number: signal.Signals = signal.SIGKILL) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid(name), number)  # a worker leads a session of its own
+            os.killpg(self.pid(worker), number)  # a worker leads a session of its own
 
-    def shutdown(self, death: signal.Signals, names: Iterable[str] | None = None) -> None:
+    def shutdown(self, death: signal.Signals, workers: Iterable[Worker] | None = None) -> None:
         """Ends these workers, or all that live, with a signal, and by SIGKILL those that are deaf to it."""
+        asked = self._living.copy() if workers is None else set(workers)
         limit = time.monotonic() + self._config.shutdown_timeout
-        while living := [name for name in (self._living if names is None else names) if name in self._living]:
+        while living := sorted(asked & self._living):
             try:
-                for name in living:  # all at once: closing one waits for it
-                    self.kill(name, death)
-                for name in living:
-                    self._processes[name].close(death, max(1, int(limit - time.monotonic())))
-                    self.kill(name)
-                    del self._living[name]
+                for worker in living:  # all at once: closing one waits for it
+                    self._kill(worker, death)
+                for worker in living:
+                    self._processes[worker].close(death, max(1, int(limit - time.monotonic())))
+                    self._kill(worker)
+                    self._living.remove(worker)
             except SignalException:  # asked again: no patience is left
                 death, limit = signal.SIGKILL, time.monotonic()
 
 
+class Distant:
+    """The workers of another host, as the leader sees and orders them."""
+
+    def __init__(self, store: dist.Store, number: int, hello: meet.Hello, keep_alive: float) -> None:
+        self.number, self.name, self.most = number, hello.name, hello.workers
+        self._store, self._keep_alive = store, keep_alive
+        self._beat: meet.Beat | None = None
+        self._heard = time.monotonic()
+        self._read = self._ordered = 0
+
+    def is_lost(self) -> bool:
+        """Returns whether its agent has been silent for too long, or has left. Notifies the agent and its
+        workers if so."""
+        beat = meet.found(self._store, meet.Beat, self.number)
+        if beat != self._beat:
+            self._beat, self._heard = beat, time.monotonic()
+        left = meet.is_there(self._store, meet.Done, self.number)
+        if not left and time.monotonic() - self._heard < self._keep_alive:
+            return False
+        meet.post(self._store, meet.GivenUp(), self.number)
+        return True
+
+    def ended(self) -> list[Ended]:
+        ended = []
+        while (end := meet.found(self._store, Ended, self.number, self._read)) is not None:
+            self._read += 1
+            ended.append(replace(end, message=f"host {self.name}: {end.message}"))
+        return ended
+
+    def carry_out(self, order: Order) -> None:
+        meet.post(self._store, order, self.number, self._ordered)
+        self._ordered += 1
+
+
 log = logging.getLogger("torch.distributed.elastic.meshcast")
 
-# Seconds that the store of a group outlives one of its members. Ranks hear of the death meanwhile and leave
-# the group: torch prints a stack for each call to a store that has gone.
-# Who waits there for the dead waits longer.
+# Seconds that the store of a group outlives one of its members. Ranks learn of the death meanwhile and leave
+# the group: torch prints a stack for each call to a store that is closed.
+# A rank that waits there for the dead waits longer.
 _LINGER = 0.2
-_LAST_WORD = (
-    5.0  # seconds that followers get, beside the patience with their workers, to say that they are done
-)
-
-
-@dataclass
-class _Worker:
-    name: str
-    host: Workers | Distant
-    ready_at: float | None = None
-    ended: bool = False
+# Seconds that followers get, in addition to their patience with workers, to report that they are done.
+_LAST_WORD = 5.0
 
 
 @dataclass
@@ -199,29 +237,28 @@ class Agent:
 
     config: Config
     restarts: int = 0
-    _workers: dict[str, _Worker] = field(default_factory=dict)
+    # Workers that live: when each got ready for a rendezvous, None while it starts.
+    _living: dict[Worker, float | None] = field(default_factory=dict)
     _hosts: dict[int, Workers | Distant] = field(default_factory=dict)  # that live
-    _come: int = 1  # hosts that have a number
-    _expected: set[int] = field(default_factory=set)  # of these, those that have not said who they are
-    _failures: dict[str, ProcessFailure] = field(
-        default_factory=dict
-    )  # by worker without its restart, the last
+    _answered: set[int] = field(default_factory=set)  # hosts that are taken or refused
+    # The last failure of each worker and those started in its place, by the worker's first name.
+    _failures: dict[Worker, Ended] = field(default_factory=dict)
     _number: int = 0
-    _members: dict[int, list[str]] = field(default_factory=dict)  # by rendezvous
+    _members: dict[int, list[Worker]] = field(default_factory=dict)  # by rendezvous
     _servers: dict[int, dist.TCPStore] = field(default_factory=dict)
-    _servers_end: float = math.inf  # when those of now do
-    _late: float = 0.0  # when the rendezvous that is open ends those who have not come
+    _servers_end: float = math.inf  # when the current ones do
+    _late: float = 0.0  # when workers that have not come to the open rendezvous are killed
     _short: float | None = None  # since when there are too few workers
     _open: bool = False
     _over: bool = False
 
     def run(self) -> None:
-        """Until the job is over. Raises ChildFailedError where it failed, SignalException where a signal
-        ended it, JobGoneError where too few hosts came, OSError where the endpoint cannot be had; no worker
-        is left in any case."""
+        """Returns when the job is over. Raises ChildFailedError where it failed, SignalException where a
+        signal ended it, JobGoneError where too few hosts came, OSError where the endpoint cannot be had; no
+        worker is left in any case."""
         address, port = self.config.endpoint or (meet.HOST, 0)
         self._store, self._port = meet.serve(port, everywhere=self._several)
-        self._store.set(HOSTS, "1")
+        self._store.set(meet.HOSTS, "1")
         self._store.set(meet.AGENT, self.config.run_id)  # from here on followers come
         death, status = signal.SIGTERM, 1
         with tempfile.TemporaryDirectory(prefix="torchelastic_") as folder:
@@ -229,9 +266,7 @@ class Agent:
             self._here = Workers(self.config, 0, (address, self._port), logs)
             try:
                 self._add(self._here)
-                for local_rank in range(self._here.most):
-                    self._here.start(local_rank, 0)
-                while self._goes_on():
+                while self._continues():
                     time.sleep(self.config.interval)
                 status = 0
             except SignalException as error:
@@ -247,44 +282,52 @@ class Agent:
     def _add(self, host: Workers | Distant) -> None:
         self._hosts[host.number] = host
         for local_rank in range(host.most):
-            name = meet.worker_name(local_rank, 0, host.number)
-            self._workers[name] = _Worker(name, host)
+            self._start(Worker(local_rank, 0, host.number))
 
-    def _goes_on(self) -> bool:
-        """One look at the workers. Raises ChildFailedError where too few are left."""
+    def _start(self, worker: Worker) -> None:
+        self._living[worker] = None
+        self._order("start", worker)
+
+    def _order(self, what: Literal["start", "kill", "end"], worker: Worker) -> None:
+        self._hosts[worker.host].carry_out(Order(what, worker, signal.SIGTERM))
+
+    def _continues(self) -> bool:
+        """Looks at the workers once. Raises ChildFailedError where too few are left."""
         was_over = self._over
         died = self._ended()
-        self._over = self._over or self._store.check([meet.FINISHED])
-        living = self._living()
+        self._over = self._over or meet.is_there(self._store, meet.Finished)
         if self._over:
-            if not was_over:  # the job has gone on after those of before
-                last = {_place(worker) for worker in died}
-                self._failures = {place: each for place, each in self._failures.items() if place in last}
-            self._end(living)
+            if not was_over:  # the job has continued after earlier failures
+                last = {_first(worker) for worker in died}
+                self._failures = {first: each for first, each in self._failures.items() if first in last}
+            living = bool(self._living)
+            self._end()
             if not living and self._failures:
                 self._fail()
-            return bool(living)
+            return living
         for worker in died:
-            if worker.name in self._members.get(self._number, ()):
-                self._store.set(meet.broken_key(self._number), "")
+            if worker in self._members.get(self._number, ()):
+                meet.post(self._store, meet.Broken(), self._number)
                 self._servers_end = min(self._servers_end, time.monotonic() + _LINGER)
-            self._replace(worker)
+            if self.restarts < self.config.max_restarts and worker.host in self._hosts:
+                self.restarts += 1
+                log.info("restart %d of at most %d", self.restarts, self.config.max_restarts)
+                self._start(worker._replace(restart=worker.restart + 1))
         if self._several:
             self._welcome()
         if time.monotonic() >= self._servers_end:
             self._end_servers()
-        living = self._living()
-        self._check_enough(living)
-        for worker in living:
-            if worker.ready_at is None and self._store.check([meet.ready_key(worker.name)]):
-                worker.ready_at = time.monotonic()
-        self._call(living)
-        self._answer(living)
+        self._check_enough()
+        for worker, ready in self._living.items():
+            if ready is None and meet.is_there(self._store, meet.Ready, worker):
+                self._living[worker] = time.monotonic()
+        self._call()
+        self._answer()
         return True
 
-    def _check_enough(self, living: list[_Worker]) -> None:
-        """Too few workers are the end, unless another host may bring more."""
-        if len(living) >= self.config.least:
+    def _check_enough(self) -> None:
+        """Raises where there are too few workers, unless another host may bring more."""
+        if len(self._living) >= self.config.least:
             self._short = None
             return
         now = time.monotonic()
@@ -295,126 +338,104 @@ class Agent:
         if self._failures:
             self._fail()
         raise JobGoneError(
-            f"{len(living)} workers on {len(self._hosts)} hosts are fewer than the {self.config.least} that "
-            f"the job needs, and no other host came within {self.config.join_timeout:g} s"
+            f"{len(self._living)} workers on {len(self._hosts)} hosts are fewer than the {self.config.least} "
+            f"that the job needs, and no other host came within {self.config.join_timeout:g} s"
         )
 
     def _welcome(self) -> None:
         """Takes the hosts that have come since the last look."""
-        come = self._store.add(HOSTS, 0)
-        self._expected.update(range(self._come, come))
-        self._come = come
-        for number in sorted(self._expected):
-            said = meet.found(self._store, hello_key(number))
-            if said is None:  # it has only just come, or died before its first word
+        for number in range(1, self._store.add(meet.HOSTS, 0)):
+            hello = None if number in self._answered else meet.found(self._store, meet.Hello, number)
+            if hello is None:  # answered; or it has only just come, or died before its first message
                 continue
-            self._expected.remove(number)
-            host = Distant(self._store, number, Hello(*said), self.config.keep_alive)
+            self._answered.add(number)
+            host = Distant(self._store, number, hello, self.config.keep_alive)
             most = self.config.hosts[1]
             refused = f"the job has its {most} hosts" if len(self._hosts) == most else ""
-            log.info("host %d (%s) with %d workers %s", host.number, host.name, host.most, refused or "joins")
-            meet.tell(self._store, welcome_key(host.number), refused)
+            log.info("host %d (%s) with %d workers %s", number, host.name, host.most, refused or "joins")
+            meet.post(self._store, meet.Welcome(refused), number)
             if not refused:
                 self._add(host)
 
-    def _ended(self) -> list[_Worker]:
-        """Workers that have failed since the last look; one that has ended well ends the job."""
+    def _ended(self) -> list[Worker]:
+        """Returns the workers that have failed since the last look; one that has ended well ends the job."""
         died = []
         for host in list(self._hosts.values()):
             ended = host.ended()
-            if isinstance(host, Distant) and host.gone():
+            if isinstance(host, Distant) and host.is_lost():
                 log.warning("host %d (%s) is gone", host.number, host.name)
                 del self._hosts[host.number]
-                left = {name for name, _ in ended}
-                ended += [
-                    (worker.name, _lost_with(worker, host))
-                    for worker in self._living()
-                    if worker.host is host and worker.name not in left
-                ]
-            for name, failure in ended:
-                worker = self._workers[name]
-                worker.ended = True
-                if failure is None:
+                left = {end.worker for end in ended}
+                lost = [each for each in self._living if each.host == host.number and each not in left]
+                ended += [_lost_with(worker, host) for worker in lost]
+            for end in ended:
+                self._living.pop(end.worker, None)
+                if end.exitcode == 0:
                     self._over = True
                 else:
-                    log.warning("worker %s (pid %d) died: exit code %d", name, failure.pid, failure.exitcode)
-                    self._failures[_place(worker)] = failure
-                    died.append(worker)
+                    log.warning("worker %s (pid %d) died: exit code %d", end.worker, end.pid, end.exitcode)
+                    self._failures[_first(end.worker)] = end
+                    died.append(end.worker)
         return died
 
-    def _living(self) -> list[_Worker]:
-        return [worker for worker in self._workers.values() if not worker.ended]
-
-    def _replace(self, worker: _Worker) -> None:
-        if self.restarts < self.config.max_restarts and worker.host.number in self._hosts:
-            self.restarts += 1
-            local_rank, restart = meet.parts_of(worker.name)
-            log.info("restart %d of at most %d", self.restarts, self.config.max_restarts)
-            worker.host.start(local_rank, restart + 1)
-            name = meet.worker_name(local_rank, restart + 1, worker.host.number)
-            self._workers[name] = _Worker(name, worker.host)
-
-    def _call(self, living: list[_Worker]) -> None:
+    def _call(self) -> None:
         """Calls a rendezvous where members have died, or others are ready to join."""
         now, members = time.monotonic(), self._members.get(self._number, [])
-        ready = {worker.name: worker for worker in living if worker.ready_at is not None}
-        lost = [name for name in members if name not in ready]
-        joining = [worker for name, worker in ready.items() if name not in members]
+        ready = {worker: at for worker, at in self._living.items() if at is not None}
+        lost = [worker for worker in members if worker not in ready]
+        joining = [worker for worker in ready if worker not in members]
         if not (lost or joining) or len(ready) < self.config.least:
             return
         least, most = self.config.hosts
         coming = most if not members else 0  # hosts
-        if not lost and (len(ready) < len(living) or len(self._hosts) < coming):
-            # What is starting may be here in a moment; leaving a group costs each rank its connections.
-            started = len(ready) == len(living) and len(self._hosts) >= least
+        if not lost and (len(ready) < len(self._living) or len(self._hosts) < coming):
+            # Starting workers may be ready in a moment; leaving a group costs each rank its connections.
+            started = len(ready) == len(self._living) and len(self._hosts) >= least
             patience = self.config.last_call if members or started else self.config.join_timeout
-            if now < min(worker.ready_at or now for worker in joining) + patience:
+            if now < min(ready[worker] for worker in joining) + patience:
                 return
-        self._announce([name for name in members if name in ready] + [each.name for each in joining], lost)
+        self._announce([worker for worker in members if worker in ready] + joining, lost)
         self._late, self._open = now + self.config.join_timeout, True
 
-    def _announce(self, members: list[str], lost: list[str]) -> None:
+    def _announce(self, members: list[Worker], lost: list[Worker]) -> None:
         if self._open:
-            meet.tell(self._store, meet.start_key(self._number), meet.Start(0, None, []))
+            meet.post(self._store, meet.Start(0, None, []), self._number)
             self._open = False
         self._number += 1
         self._members[self._number] = members
         log.info("rendezvous %d: members %s, lost %s", self._number, members, lost)
-        meet.tell(self._store, meet.call_key(self._number), meet.Call(members, lost))
+        meet.post(self._store, meet.Call(members, lost), self._number)
 
-    def _answer(self, living: list[_Worker]) -> None:
+    def _answer(self) -> None:
         """Starts the process group once all members are there."""
         if not self._open:
             return
         members = self._members[self._number]
-        said = {name: meet.found(self._store, meet.version_key(self._number, name)) for name in members}
-        here = {worker.name for worker in living}
-        absent = [worker for worker in living if worker.name in members and said[worker.name] is None]
-        if absent or not here.issuperset(members):
+        arrivals = {each: meet.found(self._store, meet.Arrival, self._number, each) for each in members}
+        absent = [each for each, arrival in arrivals.items() if arrival is None and each in self._living]
+        if absent or not self._living.keys() >= set(members):
             if time.monotonic() > self._late:
                 for worker in absent:
-                    log.warning("worker %s has not come to rendezvous %d", worker.name, self._number)
-                    worker.host.kill(worker.name)
+                    log.warning("worker %s has not come to rendezvous %d", worker, self._number)
+                    self._order("kill", worker)
             return
-        versions = [meet.Version(*version) for (version,) in said.values() if version is not None]
-        latest = max(versions, default=None)
-        self._end_servers()  # all have left the groups of before
+        versions = [each.version for each in arrivals.values() if each is not None]
+        latest = max((each for each in versions if each is not None), default=None)
+        self._end_servers()  # all have left the previous groups
         server, port = meet.serve(everywhere=self._several)
         self._servers[self._number] = server
-        then = [] if latest is None else self._members[latest.rendezvous]
-        start = meet.Start(port, None if latest is None else list(latest), then)
-        meet.tell(self._store, meet.start_key(self._number), start)
+        previous = [] if latest is None else self._members[latest.rendezvous]
+        meet.post(self._store, meet.Start(port, latest, previous), self._number)
         self._open = False
 
-    def _end(self, living: list[_Worker]) -> None:
-        """Tells that the job is over, once, and ends those who never were part of it."""
+    def _end(self) -> None:
+        """Announces that the job is over, once, and ends workers that never were part of it."""
         members = self._members.get(self._number)
         if not members:
             return
-        for worker in living:
-            if worker.name not in members:
-                worker.ended = True
-                worker.host.shutdown(signal.SIGTERM, [worker.name])
+        for worker in [each for each in self._living if each not in members]:
+            del self._living[worker]
+            self._order("end", worker)
         self._announce([], [])
 
     def _end_servers(self) -> None:
@@ -422,35 +443,35 @@ class Agent:
         self._servers_end = math.inf
 
     def _fail(self) -> None:
-        failures = (
-            dict(enumerate(self._failures.values()))
-            if self._several
-            else {each.local_rank: each for each in self._failures.values()}
-        )
+        failures = {}
+        for number, end in enumerate(self._failures.values()):
+            local_rank = end.worker.local_rank
+            failure = ProcessFailure(local_rank, end.pid, end.exitcode, end.error_file)
+            failure.timestamp = end.timestamp
+            if end.worker.host:  # whose files are not here
+                failure.message = end.message
+            failures[number if self._several else local_rank] = failure
         raise ChildFailedError(self.config.command, failures)
 
     def _shutdown(self, death: signal.Signals, status: int) -> None:
         distant = [host for host in self._hosts.values() if isinstance(host, Distant)]
         for host in distant:
-            host.over(death, status)
+            host.carry_out(Order("over", None, death, status))
         self._here.shutdown(death)
         limit = time.monotonic() + self.config.shutdown_timeout + _LAST_WORD
-        while time.monotonic() < limit and not all(
-            host.gone() for host in distant
-        ):  # the store ends with this
-            time.sleep(self.config.interval)
+        # The store ends with this process.
+        meet.wait_until(lambda: all(host.is_lost() for host in distant), self.config.interval, limit)
         self._servers.clear()
 
 
-def _place(worker: _Worker) -> str:
-    """The same for a worker and those in its place."""
-    return f"{meet.parts_of(worker.name)[0]}@{worker.host.number}"
+def _first(worker: Worker) -> Worker:
+    """Returns the same for a worker and those in its place."""
+    return worker._replace(restart=0)
 
 
-def _lost_with(worker: _Worker, host: Distant) -> ProcessFailure:
-    failure = ProcessFailure(meet.parts_of(worker.name)[0], 0, -signal.SIGKILL, "")
-    failure.message = f"host {host.number} ({host.name}) is gone, with worker {worker.name}"
-    return failure
+def _lost_with(worker: Worker, host: Distant) -> Ended:
+    message = f"host {host.number} ({host.name}) is gone, with worker {worker}"
+    return Ended(worker, 0, -signal.SIGKILL, "", message, int(time.time()))
 
 
 class Follower:
@@ -460,7 +481,7 @@ class Follower:
         self._endpoint = config.endpoint
 
     def run(self) -> int:
-        """Until the job is over; returns its exit status. Raises JobGoneError, or SignalException where a
+        """Returns the job's exit status when it is over. Raises JobGoneError, or SignalException where a
         signal ended it; no worker is left on this host in any case."""
         store, number = self._join()
         death = signal.SIGTERM
@@ -468,22 +489,16 @@ class Follower:
             workers = Workers(self._config, number, self._endpoint, self._config.log_dir or folder)
             link = _Link(store, number, self._config)
             try:
-                for local_rank in range(self._config.most):
-                    workers.start(local_rank, 0)
                 while True:
-                    for name, failure in workers.ended():
-                        local_rank, _ = meet.parts_of(name)
-                        ended = meet.Ended(name, local_rank, 0, 0, "", 0)
-                        if failure is not None:
-                            log.warning("worker %s (pid %d) died: %s", name, failure.pid, failure.message)
-                            facts = (failure.pid, failure.exitcode, failure.message, failure.timestamp)
-                            ended = meet.Ended(name, local_rank, *facts)
-                        link.said.append(ended)
+                    for end in workers.ended():
+                        if end.exitcode:
+                            log.warning("worker %s (pid %d) died: %s", end.worker, end.pid, end.message)
+                        link.ended.append(end)
                     while (order := link.next()) is not None:
                         if order.what == "over":
-                            death = signal.Signals(order.number)
+                            death = signal.Signals(order.signal)
                             return order.status
-                        _carry_out(order, workers)
+                        workers.carry_out(order)
                     time.sleep(self._config.interval)
             except SignalException as error:
                 death = error.sigval
@@ -493,58 +508,43 @@ class Follower:
                 link.close()
 
     def _join(self) -> tuple[dist.TCPStore, int]:
-        host, port = self._endpoint
-        limit = time.monotonic() + self._config.join_timeout
+        config, (host, port) = self._config, self._endpoint
+        limit = time.monotonic() + config.join_timeout
         try:
-            store = meet.connect(port, host, timedelta(seconds=self._config.join_timeout))
-            known = time.monotonic() + self._config.keep_alive  # the agent listens before it says what it is
-            while not store.check([meet.AGENT]):
-                if time.monotonic() > known:
-                    raise JobGoneError(f"what listens at {host}:{port} is no agent of meshcast.elastic.run")
-                time.sleep(self._config.interval)
-            if (its := store.get(meet.AGENT).decode()) != self._config.run_id:
-                raise JobGoneError(
-                    f"the job at {host}:{port} has the id {its!r}, not {self._config.run_id!r}"
-                )
+            store = meet.connect(port, host, timedelta(seconds=config.join_timeout))
+            known = time.monotonic() + config.keep_alive  # the agent listens before it says what it is
+            if not meet.wait_until(lambda: store.check([meet.AGENT]), config.interval, known):
+                raise JobGoneError(f"what listens at {host}:{port} is no agent of meshcast.elastic.run")
+            if (its := store.get(meet.AGENT).decode()) != config.run_id:
+                raise JobGoneError(f"the job at {host}:{port} has the id {its!r}, not {config.run_id!r}")
             number = store.add(meet.HOSTS, 1) - 1
-            hello = meet.Hello(socket.gethostname(), self._config.most)
-            meet.tell(store, meet.hello_key(number), hello)
-            while (refused := meet.found(store, meet.welcome_key(number))) is None:
-                if time.monotonic() > limit:
-                    raise JobGoneError(f"the agent at {host}:{port} does not answer")
-                time.sleep(self._config.interval)
+            meet.post(store, meet.Hello(socket.gethostname(), config.most), number)
+            welcome = meet.wait_until(lambda: meet.found(store, meet.Welcome, number), config.interval, limit)
         except RuntimeError as error:
             raise JobGoneError(f"no agent of meshcast.elastic.run at {host}:{port}: {error}") from None
-        if refused:
-            raise JobGoneError(f"the agent at {host}:{port} does not take this host: {refused}")
+        if welcome is None:
+            raise JobGoneError(f"the agent at {host}:{port} does not answer")
+        if welcome.refused:
+            raise JobGoneError(f"the agent at {host}:{port} does not take this host: {welcome.refused}")
         return store, number
 
 
-def _carry_out(order: meet.Order, workers: Workers) -> None:
-    if order.what == "start":
-        workers.start(*meet.parts_of(order.worker))
-    elif order.what == "kill":
-        workers.kill(order.worker)
-    elif order.what == "end":
-        workers.shutdown(signal.Signals(order.number), [order.worker])
-
-
 class _Link:
-    """The talk with the leader, in a thread of its own: a store whose host has gone does not answer at all.
-    said: workers that have ended, to be told."""
+    """Talks with the leader in a thread of its own: a store whose host is lost does not answer at all.
+    ended: workers to be reported."""
 
     def __init__(self, store: dist.TCPStore, number: int, config: Config) -> None:
-        self.said: deque[meet.Ended] = deque()
+        self.ended: deque[Ended] = deque()
         self._store, self._number, self._config = store, number, config
-        self._orders: deque[meet.Order] = deque()
+        self._orders: deque[Order] = deque()
         self._heard = time.monotonic()
         self._lost = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshcast-agent", daemon=True)
         self._thread.start()
 
-    def next(self) -> meet.Order | None:
-        """The next order. Raises JobGoneError where the leader is gone or has given this host up."""
+    def next(self) -> Order | None:
+        """Returns the next order. Raises JobGoneError where the leader is gone or has given this host up."""
         if self._orders:
             return self._orders.popleft()
         silent = time.monotonic() - self._heard
@@ -553,25 +553,26 @@ class _Link:
         return None
 
     def close(self) -> None:
-        """Tells the leader that no worker is left here, where it still listens."""
+        """Notifies the leader that no worker is left here, where it still listens."""
         self._stop.set()
         self._thread.join(self._config.keep_alive)
 
     def _run(self) -> None:
-        beats = told = taken = 0
+        store, host = self._store, self._number
+        beats = sent = taken = 0
         try:
             while not self._stop.wait(self._config.interval):
-                self._store.set(meet.beat_key(self._number), str(beats := beats + 1))
-                while self.said:
-                    meet.tell(self._store, meet.ended_key(self._number, told), self.said.popleft())
-                    told += 1
-                while (said := meet.found(self._store, meet.order_key(self._number, taken))) is not None:
-                    self._orders.append(meet.Order(*said))
+                meet.post(store, meet.Beat(beats := beats + 1), host)
+                while self.ended:
+                    meet.post(store, self.ended.popleft(), host, sent)
+                    sent += 1
+                while (order := meet.found(store, Order, host, taken)) is not None:
+                    self._orders.append(order)
                     taken += 1
-                if self._store.check([meet.gone_key(self._number)]):
+                if meet.is_there(store, meet.GivenUp, host):
                     self._lost = "the job goes on without this host, whose agent was silent"
                     return
                 self._heard = time.monotonic()
-            self._store.set(meet.done_key(self._number), "")
+            meet.post(store, meet.Done(), host)
         except RuntimeError as error:
             self._lost = f"the job's agent is gone: {error}".splitlines()[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,17 +22,24 @@ from typing_extensions import Self
 
 from ..base import checks
 from ..base.observe import join_job, log
-from ..errors import LayoutError, MeshcastError
+from ..errors import Caller, LayoutError, MeshcastError
 from ..layout import Layout
 from ..pipelining.action import ScheduleError
 from ..resharding.state_entries import local_of
 from . import rendezvous as meet
 from .places import Old, Place
 from .remesh import abort_groups, leave_groups, remesh
-from .rendezvous import Watch
-from .replicas import Generations
+from .rendezvous import Version, Watch, Worker
+from .replicas import Replicas
 
-__all__ = ["Before", "Job", "Training", "budget_of", "check_budget"]
+__all__ = ["Before", "Job", "Training", "check_budget"]
+
+OP = "elastic.Job"
+_CALLER = Caller(OP)
+_STEPS = "meshcast.elastic.steps"  # entry of the state beside the user's
+_PAUSE = 0.02  # seconds between two looks for the start of a process group
+_MOST_BYTES = 1 << 62
+_MOST_STEPS = 10**9
 
 
 class Before:
@@ -77,32 +84,30 @@ def _parts(training: object, kind: type) -> Iterator[Any]:
         yield from (each for each in vars(training).values() if isinstance(each, kind))
 
 
-_MOST = 1 << 62  # bytes
-
-
-def budget_of(op: str, memory: Any) -> int | None:
-    """`memory` as a number of bytes; None where there is no limit. Raises LayoutError for what is neither."""
-    return None if memory is None else checks.integer(f"{op}: memory", memory, 1, _MOST)
-
-
-def check_budget(op: str, memory: int | None, new: Any, old: Any, group: dist.ProcessGroup) -> None:
+def check_budget(memory: int | None, new: Any, old: Any, group: dist.ProcessGroup) -> None:
     """Raises LayoutError on all ranks of `group` where the state of one needs more than its `memory`.
 
     new: the training that was just made on this rank. old: the one whose state it takes over, or None. Both
     are there until all ranks have moved.
     """
     needed = [0, 0, 0] if memory is None else [memory, _held(new), _held(old)]
-    of_all = [torch.zeros(3, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(of_all, torch.tensor(needed), group=group)
-    for rank, (limit, now, then) in enumerate(each.tolist() for each in of_all):
-        if now + then > limit:
-            raise LayoutError(
-                f"{op}: {len(of_all)} ranks are too few for the state: rank {rank} needs {now} bytes for its "
-                f"share and {then} for what it held before; memory= allows {limit}. Start more workers, or "
+    of_all = _gathered(needed, group)
+    for rank, (limit, share, before) in enumerate(of_all):
+        if share + before > limit:
+            raise _CALLER.error(
+                LayoutError,
+                f"{len(of_all)} ranks are too few for the state: rank {rank} needs {share} bytes for its "
+                f"share and {before} for what it held before; memory= allows {limit}. Start more workers, or "
                 "allow more",
                 rank=rank,
-                op=op,
             )
+
+
+def _gathered(row: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """Returns the rows of all ranks, which have the same length."""
+    rows = [torch.zeros(len(row), dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, torch.tensor(row, dtype=torch.int64), group=group)
+    return [each.tolist() for each in rows]
 
 
 def _held(training: Any) -> int:
@@ -115,9 +120,55 @@ def _held(training: Any) -> int:
     return sum(storages.values())
 
 
-OP = "elastic.Job"
-_STEPS = "meshcast.elastic.steps"  # entry of the state beside the user's
-_PAUSE = 0.02  # seconds between two looks for the start of a process group
+class Generations:
+    """The copies of the state that this worker has, by the rendezvous whose ranks made them.
+
+    A generation begins with the first step that the ranks of a rendezvous commit. The one before stays until
+    every rank of the new one is known to have a whole copy, which is when they commit again.
+    """
+
+    def __init__(self, every: int, options: Mapping[str, Any]) -> None:
+        """every: steps from one copy to the next; options: of Replicas."""
+        self._every = checks.integer("replicas_every", every, 1, _MOST_STEPS)
+        self._options = options
+        self._kept: dict[int, Replicas] = {}  # the newest last; two at most
+
+    def committed(
+        self, steps: int, rendezvous: int, ranks: int, state: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Follows a step of all ranks. A collective of them; raises as Replicas does."""
+        if ranks < 2:  # no rank is left that could have a copy
+            self._kept.clear()
+        elif rendezvous not in self._kept:
+            replicas = Replicas(state, self._every, **self._options)
+            replicas.refresh(steps)
+            replicas.wait()
+            previous = list(self._kept.items())[-1:]
+            self._kept = dict([*previous, (rendezvous, replicas)])
+        else:
+            self._kept = {rendezvous: self._kept[rendezvous]}
+            self._kept[rendezvous].step(steps)
+
+    def choose(
+        self,
+        workers: Collection[Worker],
+        group: dist.ProcessGroup,
+        members_of: Callable[[int], list[Worker]],
+    ) -> tuple[list[Worker], Replicas | None] | None:
+        """Returns the members of the newest generation of which all that live have copies, and this worker's
+        part in it; None where there is no such generation. A collective of the ranks of `group`, which are
+        `workers`; all choose the same.
+
+        members_of: returns the members of a rendezvous.
+        """
+        mine = [number for number, replicas in self._kept.items() if replicas.steps]
+        rows = _gathered([*mine, 0, 0][:2], group)
+        whole = {worker: set(row) - {0} for worker, row in zip(workers, rows, strict=True)}
+        for number in sorted(set.union(*whole.values()), reverse=True):
+            members = members_of(number)
+            if all(number in whole[each] for each in members if each in whole):
+                return members, self._kept.get(number)
+        return None
 
 
 class Training(Protocol):
@@ -138,7 +189,7 @@ T = TypeVar("T", bound=Training)
 class _Prepared:
     """Not committed yet. finish: makes it so, on this rank alone."""
 
-    version: meet.Version
+    version: Version
     finish: Callable[[], Any]
 
 
@@ -199,23 +250,25 @@ class Job(Generic[T]):
         self._backend, self._timeout = backend, timeout
         self._own, self._old, self._options = own, old, dict(options or {})
         self._generations: Generations | None = None
-        if replicas_every is not None:
-            more = {"own": own, "old": old}
-            self._generations = Generations(OP, replicas_every, more, self._options.get("topology"))
-        self._memory = budget_of(OP, memory)
+        with _CALLER:
+            if replicas_every is not None:
+                copied = {"own": own, "old": old, "topology": self._options.get("topology")}
+                self._generations = Generations(replicas_every, copied)
+            self._memory = None if memory is None else checks.integer("memory", memory, 1, _MOST_BYTES)
         self._grace, self._connect_timeout = grace, timedelta(seconds=connect_timeout)
         self._name, self._store = _agent()
         self._training: T | None = None
-        self._version: meet.Version | None = None
+        self._version: Version | None = None
         self._prepared: _Prepared | None = None
         self._before: Before | None = None
         self._number = 0  # of the rendezvous that this worker came to last
-        self._members: list[str] = []  # of that one
+        self._members: list[Worker] = []  # of that one
         self._in_group = False
         self._closed = False
         self._failed = False  # for good, whatever the agent calls for
-        self._watch = Watch(self._store.clone(), abort_groups)  # type: ignore[attr-defined]
-        meet.tell(self._store, meet.ready_key(self._name), True)
+        store = self._store.clone()  # type: ignore[attr-defined]
+        self._watch = Watch(store, self._name.host, abort_groups)
+        meet.post(self._store, meet.Ready(), self._name)
 
     @property
     def steps(self) -> int:
@@ -226,7 +279,7 @@ class Job(Generic[T]):
     def training(self) -> T:
         """The object made by `make` for the current ranks. Raises MeshcastError before the first attempt."""
         if self._training is None:
-            raise MeshcastError(f"{OP}: nothing is trained yet; it is there in attempt()", op=OP)
+            raise _CALLER.error(MeshcastError, "nothing is trained yet; it is there in attempt()")
         return self._training
 
     @contextmanager
@@ -242,18 +295,12 @@ class Job(Generic[T]):
             Others as they come from inside.
         """
         if self._closed:
-            raise MeshcastError(f"{OP}: attempt() after close()", op=OP)
+            raise _CALLER.error(MeshcastError, "attempt() after close()")
         self._ready()
         assert self._training is not None
         self._before = Before(self._training)
-        try:
+        with self._or_loss("the attempt"):
             yield self._training
-        except Exception as error:
-            if not self._is_loss(error):
-                raise
-            log.info("%s: attempt ended at step %d: %s", OP, self.steps, error)
-            self._in_group = False
-        else:
             self._before = None
 
     def commit(self, update: Callable[[], Any]) -> Any:
@@ -267,22 +314,17 @@ class Job(Generic[T]):
         assert version is not None
         result = self._commit(version._replace(steps=version.steps + 1), update)
         if self._generations is not None and self._in_group:
-            self._generations.committed(self.steps, self._number, self._members, self._held)
+            self._generations.committed(self.steps, self._number, len(self._members), self._held)
         return result
 
     def close(self) -> None:
         """Ends the job, together with all ranks: none is left that still needs another one."""
         while not self._closed:
             self._ready()
-            if self._closed:  # as the others had agreed already
-                break
-            assert self._version is not None
-            try:
-                self._commit(self._version, self._end)
-            except Exception as error:
-                if not self._is_loss(error):
-                    raise
-                self._in_group = False
+            if not self._closed:  # else the others had agreed already
+                assert self._version is not None
+                with self._or_loss("close()"):
+                    self._commit(self._version, self._end)
         leave_groups("the job is over")
 
     def __enter__(self) -> Self:
@@ -299,9 +341,9 @@ class Job(Generic[T]):
     def _end(self) -> None:
         self._watch.stop()
         self._closed = True
-        self._store.set(meet.FINISHED, "")
+        meet.post(self._store, meet.Finished())
 
-    def _commit(self, version: meet.Version, finish: Callable[[], Any]) -> Any:
+    def _commit(self, version: Version, finish: Callable[[], Any]) -> Any:
         self._prepared = _Prepared(version, finish)
         others_called = self._agree()
         result = self._finish()
@@ -326,13 +368,8 @@ class Job(Generic[T]):
     def _ready(self) -> None:
         """Returns once this rank is in a group of all that are there, with the state of the job."""
         while not self._closed and (not self._in_group or self._watch.lost(self._number)):
-            try:
+            with self._or_loss("the meeting of the ranks"):
                 self._regroup()
-            except Exception as error:
-                if not self._is_loss(error):
-                    raise
-                log.info("%s: another rank was lost meanwhile: %s", OP, error)
-                self._in_group = False
 
     def _regroup(self) -> None:
         """Raises where a rank is lost meanwhile; another try then begins with what was committed last."""
@@ -352,11 +389,11 @@ class Job(Generic[T]):
             for group in list(c10d._world.pg_map):
                 c10d._set_pg_timeout(self._timeout, group)
         steps = self.steps
-        check_budget(OP, self._memory, training, self._training, self._talk)
+        check_budget(self._memory, training, self._training, self._talk)
         if start.version is not None:
             held = steps if self._version is not None else None
             steps = self._move(training, held, call.members, start)
-        version = meet.Version(self._number, steps)
+        version = Version(self._number, steps)
 
         def take() -> None:
             self._training = training
@@ -368,31 +405,28 @@ class Job(Generic[T]):
     def _meet(self) -> tuple[meet.Call, meet.Start] | None:
         """Comes to the newest rendezvous, and settles what the ranks were at. None where the job is over."""
         while True:
-            self._check_agent()
-            if not self._watch.wait_for_call(self._number):
+            newest = self._watch.newest(self._number, 1.0)
+            if self._watch.agent_lost:
+                raise _CALLER.error(MeshcastError, self._watch.agent_lost)
+            if newest is None:
                 continue
-            newest = self._watch.newest(self._number)
-            self._check_agent()
-            assert newest is not None
             self._number, call = newest
             if not call.members:
                 self._over()
                 return None
             if self._name not in call.members:  # it came while another one joined; the next is for it
                 continue
-            meet.tell(self._store, meet.version_key(self._number, self._name), [self._version])
-            while (said := meet.found(self._store, meet.start_key(self._number))) is None:
-                time.sleep(_PAUSE)
-            start = meet.Start(*said)
+            meet.post(self._store, meet.Arrival(self._version), self._number, self._name)
+            start = meet.wait_until(lambda: meet.found(self._store, meet.Start, self._number), _PAUSE)
+            assert start is not None
             if start.port:
                 self._settle(start)
                 return call, start
 
     def _settle(self, start: meet.Start) -> None:
         """Completes what another rank has committed, or undoes what no one has."""
-        latest = None if start.version is None else meet.Version(*start.version)
-        prepared = self._prepared
-        if latest is None or self._name not in start.then:
+        latest, prepared = start.version, self._prepared
+        if latest is None or self._name not in start.previous:
             self._prepared = None
             return
         if prepared is not None and prepared.version == latest != self._version:
@@ -400,10 +434,10 @@ class Job(Generic[T]):
             self._finish()
         if self._version != latest:
             self._failed = True
-            raise MeshcastError(
-                f"{OP}: worker {self._name} has the state of step {self.steps}, others that of step "
+            raise _CALLER.error(
+                MeshcastError,
+                f"worker {self._name} has the state of step {self.steps}, others that of step "
                 f"{latest.steps}; all ranks must make the same calls of commit()",
-                op=OP,
             )
         self._prepared = None
         if self._before is not None:
@@ -428,16 +462,16 @@ class Job(Generic[T]):
         for each in {group, self._talk}:
             c10d._set_pg_timeout(self._timeout or c10d.default_pg_timeout, each)
 
-    def _move(self, training: T, held: int | None, members: list[str], start: meet.Start) -> int:
+    def _move(self, training: T, held: int | None, members: list[Worker], start: meet.Start) -> int:
         """Fills what was just made with the state of the previous ranks. Returns its steps."""
         now = {name: rank for rank, name in enumerate(members)}
         state = {} if held is None else self._held()
         # The previous ranks are all in one layout at least, so that any may be lost; and steps are compared.
-        everywhere = (Layout(list(range(len(start.then))), [Replicate()]), (1,))
+        everywhere = (Layout(list(range(len(start.previous))), [Replicate()]), (1,))
         new = {**training.state_dict(), _STEPS: torch.zeros(1, dtype=torch.int64)}
         where = self._places(state, everywhere)
         try:
-            moved = remesh(state, where, new, **_changed(start.then, now), own=self._own, **self._options)
+            moved = remesh(state, where, new, **_changed(start.previous, now), own=self._own, **self._options)
         except LayoutError as error:
             if not error.gone or self._generations is None:
                 raise
@@ -446,17 +480,21 @@ class Job(Generic[T]):
         training.load_state_dict(dict(moved))
         return steps
 
-    def _move_back(self, new: dict[str, Any], now: Mapping[str, int], gone: LayoutError) -> Any:
+    def _move_back(self, new: dict[str, Any], now: Mapping[Worker, int], gone: LayoutError) -> Any:
         """Fills `new` with the newest copies that are whole. On all ranks, as `gone` is."""
         assert self._generations is not None
-        chosen = self._generations.choose(now, self._talk)
+        chosen = self._generations.choose(now, self._talk, self._members_of)
         if chosen is None:
             raise gone
-        moved = remesh(
-            None, None, new, **_changed(chosen.members, now), replicas=chosen.replicas, **self._options
-        )
+        members, replicas = chosen
+        moved = remesh(None, None, new, **_changed(members, now), replicas=replicas, **self._options)
         log.warning("%s: back to step %s, of which there are copies: %s", OP, moved.version, gone)
         return moved
+
+    def _members_of(self, rendezvous: int) -> list[Worker]:
+        call = meet.found(self._store, meet.Call, rendezvous)
+        assert call is not None
+        return call.members
 
     def _held(self) -> dict[str, Any]:
         return {**self.training.state_dict(), _STEPS: torch.tensor([self.steps])}
@@ -469,15 +507,18 @@ class Job(Generic[T]):
                 found[name] = place
         return {**found, _STEPS: everywhere}
 
-    def _is_loss(self, error: Exception) -> bool:
-        """Returns whether an error comes from a rank's death; waits for the agent to say so."""
-        if self._failed or not _may_be_loss(error):
-            return False
-        return self._watch.wait_for_loss(self._number, self._grace) and not self._watch.orphan
-
-    def _check_agent(self) -> None:
-        if self._watch.orphan:
-            raise MeshcastError(f"{OP}: {self._watch.orphan}", op=OP)
+    @contextmanager
+    def _or_loss(self, what: str) -> Iterator[None]:
+        """Ends its block early, without an error, where another rank died. Waits for the agent to say so."""
+        try:
+            yield
+        except Exception as error:
+            if self._failed or not _may_be_loss(error):
+                raise
+            if not self._watch.wait_for_loss(self._number, self._grace) or self._watch.agent_lost:
+                raise
+            log.info("%s: %s ended early at step %d: %s", OP, what, self.steps, error)
+            self._in_group = False
 
     def _over(self) -> None:
         """The job ended without this worker: in agreement with it, or before it was part of it."""
@@ -489,17 +530,17 @@ class Job(Generic[T]):
             self._watch.stop()
             sys.exit(0)
         self._failed = True
-        raise MeshcastError(
-            f"{OP}: another worker ended with exit code 0 at step {self.steps} of this one, without close()",
-            op=OP,
+        raise _CALLER.error(
+            MeshcastError,
+            f"another worker ended with exit code 0 at step {self.steps} of this one, without close()",
         )
 
 
-def _changed(then: Sequence[str], now: Mapping[str, int]) -> dict[str, Any]:
+def _changed(previous: Sequence[Worker], now: Mapping[Worker, int]) -> dict[str, Any]:
     """Arguments of remesh, of the previous workers."""
     return {
-        "lost": [rank for rank, name in enumerate(then) if name not in now],
-        "ranks": {rank: now[name] for rank, name in enumerate(then) if name in now},
+        "lost": [rank for rank, name in enumerate(previous) if name not in now],
+        "ranks": {rank: now[name] for rank, name in enumerate(previous) if name in now},
     }
 
 
@@ -509,21 +550,18 @@ def _may_be_loss(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
 
 
-def _agent() -> tuple[str, dist.TCPStore]:
-    """This worker's name, and the store of the agent."""
+def _agent() -> tuple[Worker, dist.TCPStore]:
+    """Returns this worker's name, and the store of the agent."""
     variables = os.environ
     if not {"LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT"} <= variables.keys():
-        raise MeshcastError(f"{OP}: start this program with python -m meshcast.elastic.run", op=OP)
+        raise _CALLER.error(MeshcastError, "start this program with python -m meshcast.elastic.run")
     store = meet.connect(int(variables["MASTER_PORT"]), variables["MASTER_ADDR"])
     if not store.check([meet.AGENT]):
-        raise MeshcastError(
-            f"{OP}: this program was started by torchrun, which ends all ranks where one dies; start it with "
+        raise _CALLER.error(
+            MeshcastError,
+            "this program was started by torchrun, which ends all ranks where one dies; start it with "
             "python -m meshcast.elastic.run",
-            op=OP,
         )
     # Its workers differ in their restart counts, and each rendezvous has a store of its own.
     join_job(store.compare_set(meet.JOB, "", os.urandom(8).hex()).decode())
-    numbers = [
-        int(variables.get(key, 0)) for key in ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "GROUP_RANK")
-    ]
-    return meet.worker_name(*numbers), store
+    return Worker.here(), store

@@ -1,10 +1,11 @@
 """The old and new places of the entries of a state, from the arguments of `remesh`, and the calls that the
-ranks of a job make together, under the name of the operation that they are for.
+ranks of a job make together. Errors name neither call nor rank: callers do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,9 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..base import checks
 from ..base.values import is_carried
-from ..errors import LayoutError, MeshcastError
+from ..errors import Caller, LayoutError, MeshcastError
 from ..layout import Layout
-from ..resharding.meshes import lost_ranks, positive_placements, ranks_then
+from ..resharding.meshes import Gone, lost_ranks, positive_placements, ranks_then
 from ..resharding.state_arguments import Given
 from ..resharding.state_entries import OP as MOVE
 from ..resharding.state_run import Conversation, ReshardedState, StateRun
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
     from ..groups.parent import ParentGroup
 
 __all__ = [
+    "Inventory",
     "New",
     "OP",
     "Old",
     "Ranks",
-    "call_by",
+    "called_by",
     "copies_of",
     "destinations",
     "old_layouts",
@@ -58,11 +60,26 @@ class Ranks(NamedTuple):
     numbers: dict[int, int] | None
     silent: tuple[int, ...]
 
-    def then(self, rank: int) -> int | None:
-        """The number that a rank of now had; None where it was not there."""
+    def previous(self, rank: int) -> int | None:
+        """Returns the number that a present rank had; None where it was not there."""
         if self.numbers is None:
             return rank
         return next((old for old, new in self.numbers.items() if new == rank), None)
+
+
+class Inventory(NamedTuple):
+    """The facts that a rank reports to the others before they move the state.
+
+    held: names of tensors that it has. copies: names of whole tensors that it fills. Of its replicas, where
+    it has some: steps whose copies are whole here; gone: boxes that live nowhere any more; idle: lost ranks
+    that held nothing.
+    """
+
+    held: list[str]
+    copies: Sequence[str] = ()
+    steps: Sequence[int] | None = None
+    gone: Sequence[Gone] = ()
+    idle: Sequence[int] = ()
 
 
 def read_ranks(lost: Any, ranks: Any, members: Collection[int], rank: int) -> Ranks:
@@ -71,46 +88,42 @@ def read_ranks(lost: Any, ranks: Any, members: Collection[int], rank: int) -> Ra
     dead = lost_ranks(lost)
     if ranks is None:
         if rank in dead:
-            raise LayoutError(f"{OP}: rank {rank} is named in lost= and yet makes the call", rank=rank, op=OP)
+            raise LayoutError(f"lost= names rank {rank}, which yet makes the call")
         return Ranks(tuple((each, each) for each in dead), None, dead)
     if not isinstance(ranks, Mapping) or not ranks:
-        raise LayoutError(
-            f"{OP}: ranks {checks.shown(ranks)}: expected {{old rank: new rank}}, of one or more"
-        )
+        raise LayoutError(f"ranks {checks.shown(ranks)}: expected {{old rank: new rank}}, of one or more")
     numbers: dict[int, int] = {}
     for old, new in ranks.items():
-        old = checks.integer(f"{OP}: ranks: old rank", old, 0, _GONE - 1)
-        numbers[old] = checks.integer(f"{OP}: ranks: new rank of {old}", new, 0, _GONE - 1)
+        old = checks.integer("ranks: old rank", old, 0, _GONE - 1)
+        numbers[old] = checks.integer(f"ranks: new rank of {old}", new, 0, _GONE - 1)
     twice = [new for new in numbers.values() if list(numbers.values()).count(new) > 1]
     if twice:
-        raise LayoutError(f"{OP}: ranks gives several old ranks the new rank {twice[0]}", rank=rank, op=OP)
+        raise LayoutError(f"ranks gives several old ranks the new rank {twice[0]}")
     both = [old for old in dead if old in numbers]
     if both:
         raise LayoutError(
-            f"{OP}: old rank {both[0]} is named in lost=, but ranks= gives it the new rank "
-            f"{numbers[both[0]]}; it is one or the other",
-            rank=rank,
-            op=OP,
+            f"old rank {both[0]} is named in lost=, but ranks= gives it the new rank {numbers[both[0]]}; it "
+            "is one or the other"
         )
     outside = [new for new in numbers.values() if new not in members]
     if outside:
-        raise LayoutError(
-            f"{OP}: ranks gives the new rank {outside[0]}, which is not in the group", rank=rank, op=OP
-        )
+        raise LayoutError(f"ranks gives the new rank {outside[0]}, which is not in the group")
     for old in dead:
-        numbers[old] = _GONE + checks.integer(f"{OP}: lost rank", old, 0, _GONE - 1)
+        numbers[old] = _GONE + checks.integer("lost rank", old, 0, _GONE - 1)
     return Ranks(tuple((numbers[old], old) for old in dead), numbers, ())
 
 
-def old_layouts(state: Mapping[str, Any], old: Any, then: int | None) -> dict[str, Any]:
-    """layouts= of reshard_state_dict: of plain tensors that are no copies. then: the number that this rank
-    had, None where it was not there. Raises LayoutError for a layout that is none, or not that of a DTensor.
+def old_layouts(state: Mapping[str, Any], old: Any, previous: int | None) -> dict[str, Any]:
+    """Returns layouts= of reshard_state_dict: of plain tensors that are no copies. Raises LayoutError for
+    what is no layout, or not that of a DTensor.
+
+    previous: the number that this rank had, None where it was not there.
     """
     if old is None:
         return {}
     if not callable(old) and not isinstance(old, Mapping):
         raise LayoutError(
-            f"{OP}: old must be a mapping by name or a function of the name, found {checks.shown(old)}"
+            f"old must be a mapping by name or a function of the name, found {checks.shown(old)}"
         )
     found: dict[str, Any] = {}
     for name in state if callable(old) else old:
@@ -118,17 +131,17 @@ def old_layouts(state: Mapping[str, Any], old: Any, then: int | None) -> dict[st
         value = state.get(name)
         if place is None or (name in state and is_carried(value)):
             continue
-        layout, shape = _layout_of(name, place, then)
+        layout, shape = _layout_of(name, place, previous)
         if isinstance(value, DTensor | TensorSpec):
             mesh = value.device_mesh if isinstance(value, DTensor) else value.mesh
-            own = Layout(ranks_then(mesh, then), positive_placements(value.placements, len(value.shape)))
+            own = Layout(ranks_then(mesh, previous), positive_placements(value.placements, len(value.shape)))
             if not layout.by_boxes:
                 layout = Layout(
                     torch.tensor(layout.ranks).reshape(layout.mesh_shape),
                     positive_placements(layout.placements, len(value.shape)),
                 )
             if own != layout:
-                raise LayoutError(f"{OP}: old says that {name!r} was under {layout}, but it is under {own}")
+                raise LayoutError(f"old says that {name!r} was under {layout}, but it is under {own}")
         elif shape is None:
             found[name] = layout
         else:
@@ -136,27 +149,28 @@ def old_layouts(state: Mapping[str, Any], old: Any, then: int | None) -> dict[st
     return found
 
 
-def _layout_of(name: str, place: Any, then: int | None) -> tuple[Layout, Any]:
-    """A layout and, where it is said, the global shape."""
+def _layout_of(name: str, place: Any, previous: int | None) -> tuple[Layout, Any]:
+    """Returns a layout and, where it is given, the global shape."""
     if isinstance(place, Layout):
         return place, None
     if isinstance(place, tuple | list):
         if len(place) == 2 and isinstance(place[0], Layout):
             return place[0], place[1]
         if len(place) in (2, 3) and isinstance(place[0], DeviceMesh):
-            placements = checks.listed(f"{OP}: placements of {name!r}", place[1])
-            return Layout(ranks_then(place[0], then), placements), (*place[2:], None)[0]
+            placements = checks.listed(f"placements of {name!r}", place[1])
+            shape = place[2] if len(place) == 3 else None
+            return Layout(ranks_then(place[0], previous), placements), shape
     raise LayoutError(
-        f"{OP}: old has {checks.shown(place)} for {name!r}: expected a Layout, (Layout, shape), (mesh, "
+        f"old has {checks.shown(place)} for {name!r}: expected a Layout, (Layout, shape), (mesh, "
         "placements) or (mesh, placements, shape)"
     )
 
 
 def copies_of(new: Any) -> list[str]:
-    """Names of whole tensors that are to be filled here."""
+    """Returns the names of whole tensors that are to be filled here."""
     if not callable(new) and not isinstance(new, Mapping | None):
         raise LayoutError(
-            f"{OP}: new must be a mapping by name or a function of the name, found {checks.shown(new)}"
+            f"new must be a mapping by name or a function of the name, found {checks.shown(new)}"
         )
     if not isinstance(new, Mapping):
         return []
@@ -170,12 +184,11 @@ def _is_whole(where: Any) -> bool:
 def destinations(
     new: Any, names: Iterable[str], copies: Mapping[str, Sequence[int]]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """destinations= and out= of reshard_state_dict. names: of all tensors that some rank holds. copies: ranks
-    that have a whole tensor to fill, by name."""
-    if callable(new):
-        asked = {name: new(name) for name in names}
-    else:
-        asked = dict(new or {})
+    """Returns destinations= and out= of reshard_state_dict.
+
+    names: of all tensors that some rank holds. copies: ranks that have a whole tensor to fill, by name.
+    """
+    asked = {name: new(name) for name in names} if callable(new) else dict(new or {})
     found: dict[str, Any] = {}
     outs: dict[str, torch.Tensor] = {}
     for name, where in asked.items():
@@ -186,7 +199,7 @@ def destinations(
         elif _is_whole(where):
             if name not in copies:
                 raise LayoutError(
-                    f"{OP}: new gives a plain tensor for {name!r}: a function gives DTensors or "
+                    f"new gives a plain tensor for {name!r}: a function gives DTensors or "
                     "destinations, as all ranks must know who gets a copy; pass a mapping"
                 )
             found[name] = (Layout(sorted(copies[name]), [Replicate()]), where.device.type)
@@ -197,14 +210,22 @@ def destinations(
 
 
 def run(parent: ParentGroup, talk: Conversation, deadline: float, given: Given | Exception) -> ReshardedState:
-    """One call among all ranks. An error in place of arguments is raised here, and told to the others."""
-    wrong = given if isinstance(given, Exception) else None
-    arguments = Given(None, None) if isinstance(given, Exception) else given
-    return talk.run(StateRun(parent.rank, arguments, wrong=wrong), deadline)
+    """Makes one call among all ranks. An error in place of arguments is raised here, and reported to the
+    others."""
+    if isinstance(given, Exception):
+        call = StateRun(parent.rank, Given(None, None), wrong=given)
+    else:
+        call = StateRun(parent.rank, given)
+    return talk.run(call, deadline)
 
 
-def call_by(op: str, error: MeshcastError) -> None:
-    """Makes the error of a call inside one of `op`."""
-    text = str(error).replace(MOVE, op)
-    error.args = (text if text.startswith(op) else f"{op}: {text}",)
-    error.op = op if error.op in (None, MOVE) else error.op
+@contextmanager
+def called_by(op: str, rank: int) -> Iterator[None]:
+    """Makes the errors of calls in its block errors of `op`."""
+    try:
+        yield
+    except MeshcastError as error:
+        error.args = (str(error).replace(MOVE, op),)
+        error.op = None if error.op == MOVE else error.op
+        Caller(op, rank).name(error)
+        raise

@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..base import checks
-from ..errors import LayoutError
+from ..errors import Caller, LayoutError
 from ..pipelining.checkpoint import WholeState
 from ..pipelining.schedule import PipelineSchedule
 from ..topology import Topology
@@ -132,36 +133,37 @@ def rebalance(
         assert moved is not None and moved.cut[1] == 1
         schedule, optimizer, cut = moved.schedule, moved.optimizer, moved.cut
     """
-    if not isinstance(schedule, PipelineSchedule) or not getattr(schedule, "_runs", False):
-        raise LayoutError(
-            f"{OP}: schedule must be one of meshcast.pipelining with stages that run, found "
-            f"{checks.shown(schedule)}"
-        )
-    named = names is not None
-    wish = Wish(optimizer, cut, layers, times, threshold, horizon, overhead, topology, build, named)
-    recut = agreed_cut(schedule, wish)
-    if recut is None:
-        return None
-    begin = time.monotonic()
-    move = _Move(schedule, optimizer, tuple(cut), recut, names)
-    failed: Exception | None = None
-    try:
-        move.build(build)
-    except Exception as error:
-        failed = error
-    try:
-        all_well(schedule, failed)
+    with Caller(OP, dist.get_rank() if dist.is_initialized() else None):
+        if not isinstance(schedule, PipelineSchedule) or not getattr(schedule, "_runs", False):
+            raise LayoutError(
+                f"schedule must be one of meshcast.pipelining with stages that run, found "
+                f"{checks.shown(schedule)}"
+            )
+        named = names is not None
+        wish = Wish(optimizer, cut, layers, times, threshold, horizon, overhead, topology, build, named)
+        recut = agreed_cut(schedule, wish)
+        if recut is None:
+            return None
+        begin = time.monotonic()
+        move = _Move(schedule, optimizer, tuple(cut), recut, names)
+        failed: Exception | None = None
         try:
-            move.run(topology, timeout)
+            move.build(build)
         except Exception as error:
             failed = error
-        all_well(schedule, failed)
-    except BaseException:
-        move.undo()
-        raise
-    made, new_optimizer = move.finished()
-    seconds = time.monotonic() - begin
-    return Rebalanced(made, new_optimizer, recut.cut, recut.before, recut.after, recut.moving, seconds)
+        try:
+            all_well(schedule, failed)
+            try:
+                move.run(topology, timeout)
+            except Exception as error:
+                failed = error
+            all_well(schedule, failed)
+        except BaseException:
+            move.undo()
+            raise
+        made, new_optimizer = move.finished()
+        seconds = time.monotonic() - begin
+        return Rebalanced(made, new_optimizer, recut.cut, recut.before, recut.after, recut.moving, seconds)
 
 
 class _Move:
@@ -194,13 +196,13 @@ class _Move:
         """Raises LayoutError for what cannot take the place of what is there."""
         built = self._built
         if not (isinstance(built, tuple | list) and len(built) == 2):
-            raise LayoutError(f"{OP}: build must return (schedule, optimizer), found {checks.shown(built)}")
+            raise LayoutError(f"build must return (schedule, optimizer), found {checks.shown(built)}")
         schedule, optimizer = built
         if not isinstance(schedule, PipelineSchedule) or not getattr(schedule, "_runs", False):
-            raise LayoutError(f"{OP}: build must return a schedule, found {checks.shown(schedule)}")
+            raise LayoutError(f"build must return a schedule, found {checks.shown(schedule)}")
         if type(optimizer) is not type(self._optimizer):
             raise LayoutError(
-                f"{OP}: build returned the optimizer {checks.shown(optimizer)}, expected one like "
+                f"build returned the optimizer {checks.shown(optimizer)}, expected one like "
                 f"{checks.shown(self._optimizer)}"
             )
         mine, theirs = (
@@ -210,13 +212,12 @@ class _Move:
         if mine != theirs or schedule is self._schedule:
             found = f"stages {sorted(theirs)}" if mine != theirs else "the schedule that runs"
             raise LayoutError(
-                f"{OP}: build must make a new schedule of stages {sorted(mine)} on their meshes; "
-                f"found {found}"
+                f"build must make a new schedule of stages {sorted(mine)} on their meshes; found {found}"
             )
         both = {id(each) for each in _tensors(self._schedule)} & {id(each) for each in _tensors(schedule)}
         if both:
             raise LayoutError(
-                f"{OP}: build put {len(both)} parameters or buffers of the old modules into the new ones; "
+                f"build put {len(both)} parameters or buffers of the old modules into the new ones; "
                 "make new modules, whose values do not matter"
             )
 

@@ -17,15 +17,28 @@ from typing_extensions import Unpack
 
 from ..base import checks
 from ..base.values import is_carried
-from ..errors import LayoutError, MeshcastError
+from ..base.wire import pack, unpack
+from ..errors import LayoutError
 from ..groups.parent import known_parents, parent_group, raise_refused, seconds
 from ..layout import Box
-from ..resharding.meshes import Gone, raise_gone
+from ..resharding.meshes import raise_gone
 from ..resharding.state_arguments import Given
 from ..resharding.state_dict import StateOptions
 from ..resharding.state_run import Conversation, ReshardedState, conversation
 from ..resharding.tensor_map import TensorMap
-from .places import OP, New, Old, Ranks, call_by, copies_of, destinations, old_layouts, read_ranks, run
+from .places import (
+    OP,
+    Inventory,
+    New,
+    Old,
+    Ranks,
+    called_by,
+    copies_of,
+    destinations,
+    old_layouts,
+    read_ranks,
+    run,
+)
 from .replicas import Replicas
 
 if TYPE_CHECKING:
@@ -169,70 +182,63 @@ def remesh(
         raise_refused(error, OP, (), group, timeout)
     deadline = time.monotonic() + limit
     talk = conversation(parent, read.silent)
-    try:
-        given, step = _given(
-            parent, talk, deadline, state, old, new, read, options, replicas, own=own, loaded=loaded
-        )
+    with called_by(OP, parent.rank):
+        more = {"own": own, "loaded": loaded}
+        given, step = _given(parent, talk, deadline, read, state, old, new, replicas, more, options)
         result = run(parent, talk, deadline, given)
         result.version = step
         return result
-    except MeshcastError as error:
-        call_by(OP, error)
-        raise
 
 
 def _given(
     parent: ParentGroup,
     talk: Conversation,
     deadline: float,
+    read: Ranks,
     state: Any,
     old: Any,
     new: Any,
-    read: Ranks,
-    options: Any,
     replicas: Replicas | None,
-    **more: Any,
+    more: dict[str, Any],
+    options: Any,
 ) -> tuple[Given | Exception, int | None]:
-    """The arguments of reshard_state_dict, or what is wrong with those of this rank; and the step of the
-    replicas that they are of. All ranks have told each other which names they hold: a rank that joins knows
-    none."""
-    said: Any = {"held": [], "copies": [], "steps": None, "gone": [], "idle": []}
-    wrong: Exception | None = None
-    maps: list[str] = []
-    layouts: dict[str, Any] = {}
+    """Returns the arguments of reshard_state_dict, or what is wrong with those of this rank; and the step of
+    the replicas that they are of. All ranks exchange which names they hold: a rank that joins knows none."""
+    previous = read.previous(parent.rank)
     dead = [old for _, old in read.lost]
+    mine: Given | Exception
     try:
         if "layouts" in options:
-            raise LayoutError(f"{OP}: layouts are given by `old`")
+            raise LayoutError("layouts are given by `old`")
         held: Any = {} if state is None else state
         if not isinstance(held, Mapping):
-            raise LayoutError(f"{OP}: state must be a mapping by name, found {type(held).__name__}")
+            raise LayoutError(f"state must be a mapping by name, found {type(held).__name__}")
         if replicas is None:
-            layouts = old_layouts(held, old, read.then(parent.rank))
-            names = [name for name, value in held.items() if not is_carried(value)]
+            layouts = old_layouts(held, old, previous)
+            side = Inventory([name for name, value in held.items() if not is_carried(value)])
         else:
-            _check_alone(replicas, held, old, more, read.then(parent.rank))
-            said |= replicas._offer(dead, deadline)
-            names, more["own"] = said["held"], replicas._own
+            _check_alone(replicas, held, old, more, previous)
+            side = replicas._offer(dead, deadline)
+            more["own"] = replicas._own
         maps = _targets(options.get("maps", ()))
-        renamed = _renaming(options.get("rename"))
-        said["held"] = [new_name for name in names if (new_name := renamed(name)) is not None]
-        said["copies"] = copies_of(new)
+        renamed = [_renaming(options.get("rename"))(name) for name in side.held]
+        side = side._replace(held=[name for name in renamed if name is not None], copies=copies_of(new))
+        mine = Given({str(parent.rank): pack(side)}, None, lost=read.lost)
     except Exception as error:
-        wrong = error
-    names_given = wrong or Given({str(parent.rank): said}, None, lost=read.lost)
-    told = run(parent, talk, deadline, names_given)
+        mine = error
+    texts = run(parent, talk, deadline, mine)
     try:
-        step = _step(told)
+        sides = {rank: unpack(Inventory, texts[str(rank)]) for rank in sorted(map(int, texts))}
+        step = _step(sides)
         if step is not None and replicas is not None:
             state, layouts = replicas._taken(step, dead)
-        known = dict.fromkeys(name for rank in sorted(told, key=int) for name in told[rank]["held"])
+        known = dict.fromkeys(name for side in sides.values() for name in side.held)
         copies: dict[str, list[int]] = {}
-        for rank, theirs in told.items():
-            for name in theirs["copies"]:
-                copies.setdefault(name, []).append(int(rank))
+        for rank, side in sides.items():
+            for name in side.copies:
+                copies.setdefault(name, []).append(rank)
         where, outs = destinations(new, [*known, *maps], copies)
-        idle = {rank for theirs in told.values() for rank in theirs["idle"]}
+        idle = {rank for side in sides.values() for rank in side.idle}
         given = Given(
             state,
             where,
@@ -247,35 +253,34 @@ def _given(
     return given, step
 
 
-def _check_alone(replicas: Any, held: Any, old: Any, more: Mapping[str, Any], then: int | None) -> None:
+def _check_alone(replicas: Any, held: Any, old: Any, more: Mapping[str, Any], previous: int | None) -> None:
     """Raises LayoutError for replicas that are none, beside what they stand for, or another rank's."""
     if not isinstance(replicas, Replicas):
-        raise LayoutError(f"{OP}: replicas {checks.shown(replicas)}: expected Replicas")
+        raise LayoutError(f"replicas {checks.shown(replicas)}: expected Replicas")
     if held or old or more["own"] or more["loaded"]:
-        raise LayoutError(f"{OP}: replicas stand for state, old, own and loaded; pass None, or no replicas")
-    if replicas._rank != then:
-        raise LayoutError(f"{OP}: the replicas are of rank {replicas._rank}, but this rank was {then}")
+        raise LayoutError("replicas stand for state, old, own and loaded; pass None, or no replicas")
+    if replicas._rank != previous:
+        raise LayoutError(f"the replicas are of rank {replicas._rank}, but this rank was {previous}")
 
 
-def _step(told: Mapping[str, Any]) -> int | None:
-    """The newest step of which all ranks that have replicas have whole copies; None where no rank has any.
-    All ranks were told the same, so that all raise the same."""
-    steps = {int(other): said["steps"] for other, said in told.items() if said["steps"] is not None}
+def _step(sides: Mapping[int, Inventory]) -> int | None:
+    """Returns the newest step of which all ranks that have replicas have whole copies; None where no rank has
+    any. All ranks know the same sides, so all raise the same."""
+    steps = {other: side.steps for other, side in sides.items() if side.steps is not None}
     if not steps:
         return None
-    without = [int(other) for other, said in told.items() if said["held"] and int(other) not in steps]
+    without = [other for other, side in sides.items() if side.held and other not in steps]
     if without:
         raise LayoutError(
-            f"{OP}: rank {min(without)} gives a state, but rank {min(steps)} its replicas; all that were "
-            "there give the one or the other"
+            f"a state comes from rank {min(without)}, but replicas from rank {min(steps)}; all ranks that "
+            "were there give the one or the other"
         )
-    gone = dict.fromkeys(Gone(*each) for said in told.values() for each in said["gone"])
-    raise_gone(list(gone))
+    raise_gone(list(dict.fromkeys(each for side in sides.values() for each in side.gone)))
     common = set.intersection(*map(set, steps.values()))
     if not common:
         raise LayoutError(
-            f"{OP}: no step has whole copies on all ranks: "
-            + ", ".join(f"rank {other} has {found or 'none'}" for other, found in sorted(steps.items()))
+            "no step has whole copies on all ranks: "
+            + ", ".join(f"rank {other} has {found or 'none'}" for other, found in steps.items())
         )
     return max(common)
 

@@ -1,9 +1,7 @@
 """Replicas: copies of a training state in the memory of other hosts, made anew every few steps.
 
 Each rank keeps copies of boxes for others, on another host than all ranks that hold the box. It has two
-copies of its own state, one that is whole and one that is being made. A generation of a `Job` is the
-`Replicas` of one rendezvous. It begins with the first step that its ranks commit. The one before stays until
-every rank of the new one is known to have a whole copy, which is when they commit again.
+copies of its own state, one that is whole and one that is being made.
 """
 
 from __future__ import annotations
@@ -12,8 +10,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from ..base import checks
-from ..base.boxes import extents
-from ..base.host import host_identity
+from ..base.boxes import extents, piece_view
+from ..base.settings import host_identity
 from ..base.values import carried, is_carried, restored
 from ..base.wire import pack, unpack
-from ..errors import Caller, LayoutError, MeshcastError, PlanMismatchError
+from ..errors import Caller, LayoutError, PlanMismatchError
 from ..groups.parent import parent_group, seconds
 from ..layout import Box, Layout
 from ..resharding.meshes import Gone
@@ -44,12 +41,12 @@ from ..resharding.state_run import (
     started,
 )
 from ..transfers.handle import Handle
-from .places import Old, call_by, old_layouts, run
+from .places import Inventory, Old, called_by, old_layouts, run
 
 if TYPE_CHECKING:
     from ..topology import Topology
 
-__all__ = ["Chosen", "ReplicaCopies", "Copy", "Generations", "Guests", "Replicas", "box_views"]
+__all__ = ["Copy", "Guests", "ReplicaCopies", "Replicas"]
 
 
 class _Tile(NamedTuple):
@@ -129,20 +126,6 @@ class Guests:
         return with_boxes(origin.where, origin.shape, more, name) if more else origin.where
 
 
-def box_views(
-    layout: Layout, shape: tuple[int, ...], rank: int, local: torch.Tensor
-) -> dict[Box, torch.Tensor]:
-    """The boxes of a layout by boxes, as they lie in the local tensor of a rank."""
-    found = {}
-    for box, at, axes, _ in layout.pieces(shape)[rank][1]:
-        sizes = extents(box)
-        if axes:  # boxes one after the other, flat
-            found[box] = local[at[0] : at[0] + math.prod(sizes)].view(sizes)
-        else:
-            found[box] = local[tuple(slice(lo, lo + size) for lo, size in zip(at, sizes, strict=True))]
-    return found
-
-
 class Copy:
     """A copy of one step. own: what this rank held; guests: what it keeps for others, by name as local
     tensors; values: entries that are no tensors, of all ranks. All in host memory. step: None while it is not
@@ -214,6 +197,13 @@ _LARGEST = (1 << 62) - 1  # step
 _SETTLE = 5.0  # seconds that a refresh on its way gets when its copies are asked for
 
 
+class _Member(NamedTuple):
+    """The facts that a rank reports when Replicas are made. side: of its state; host: that it runs on."""
+
+    side: StateSide
+    host: str | int
+
+
 class Replicas:
     """Copies of a training state, so that a job whose ranks die goes on without a checkpoint.
 
@@ -278,35 +268,32 @@ class Replicas:
         self._copies = ReplicaCopies()
         self._handle: Handle[ReshardedState] = Handle(None, ReshardedState(), lambda: 0.0)  # of nothing
         self._limit = parent.timeout
-        said: Given | Exception
+        given: Given | Exception
         try:
             self._limit = seconds(timeout, parent.timeout)
-            self.every = checks.integer(f"{_OP}: every", every, 1, _LARGEST)
+            self.every = checks.integer("every", every, 1, _LARGEST)
             if len(parent.ranks) < 2:
-                raise LayoutError(f"{_OP}: the group has one rank; a copy needs another")
+                raise LayoutError("the group has one rank; a copy needs another")
             self._state = Current(f"{_OP}: state", state)
             held = self._state.look()
             layouts = old_layouts(held, old, self._rank)
             call = checked_call(self._rank, Given(held, {}, layouts=layouts, own=own))
             host = host_identity() if topology is None else topology._host_of(self._rank)
-            about = {"every": self.every, "topology": None if topology is None else topology.to_json()}
-            said = Given({f"rank {self._rank}": {"text": pack(call.side), "host": host}, **about}, None)
+            same = {"every": self.every, "topology": None if topology is None else topology.to_json()}
+            given = Given({f"rank {self._rank}": pack(_Member(call.side, host)), **same}, None)
         except Exception as error:
-            said = Caller(_OP, self._rank).typed(error)
-        try:
-            told = run(parent, conversation(self._twin), time.monotonic() + self._limit, said)
-            ranks = sorted(parent.ranks)
+            given = Caller(_OP, self._rank).typed(error)
+        with called_by(_OP, self._rank):
+            told = run(parent, conversation(self._twin), time.monotonic() + self._limit, given)
             known: dict[Any, Any] = {}
-            sides = Sides({r: unpack(StateSide, told[f"rank {r}"]["text"], known) for r in ranks})
+            members = {r: unpack(_Member, told[f"rank {r}"], known) for r in sorted(parent.ranks)}
+            sides = Sides({rank: each.side for rank, each in members.items()})
             names = {name for side in sides.sides.values() for name in side.held}
             self._origins = {name: sides.held(name) for name in sorted(names)}
             self._check_partial()
-        except MeshcastError as error:
-            call_by(_OP, error)
-            raise
         self._own = sides.own
         shared = {name: origin for name, origin in self._origins.items() if name not in sides.own}
-        self._guests = Guests(shared, {rank: told[f"rank {rank}"]["host"] for rank in ranks})
+        self._guests = Guests(shared, {rank: each.host for rank, each in members.items()})
         self._kept = self._guests.destinations()
         tensors = self._tensors(held)
         self._like = _likenesses(tensors)
@@ -325,7 +312,9 @@ class Replicas:
     def step(self, number: int) -> None:
         """Call it after every step of the optimizer, with the number of steps done. Every `every` steps it is
         a `refresh`."""
-        if checks.integer(f"{_OP}.step", number, 0, _LARGEST) % self.every == 0:
+        with Caller(f"{_OP}.step", self._rank):
+            number = checks.integer("number", number, 0, _LARGEST)
+        if number % self.every == 0:
             self.refresh(number)
 
     def refresh(self, number: int) -> None:
@@ -339,7 +328,7 @@ class Replicas:
         copies, and the last whole one stays."""
         self.wait()
         try:
-            number = checks.integer(f"{_OP}.refresh", number, 0, _LARGEST)
+            number = checks.integer("number", number, 0, _LARGEST)
             held = self._state.look()
             tensors = self._tensors(held)
             like = _likenesses(tensors)
@@ -357,21 +346,30 @@ class Replicas:
         # A copy of each: the state's own may change before anybody asks for this step.
         values = {name: restored(carried(value)) for name, value in held.items() if is_carried(value)}
         moved = {name: copy.own[name] for name in self._kept if name in copy.own}
-        run = self._calls.prepared({**moved, **values, _ALWAYS: None}, None, number, copy.memory)
+        refresh = self._calls.prepared({**moved, **values, _ALWAYS: None}, None, number, copy.memory)
 
         def refreshed(talk: Conversation, deadline: float) -> None:
-            self._refreshed(talk, deadline, run, copy, number, values)
+            try:
+                result = talk.run(refresh, deadline)
+                guests = {name: x for name, x in result.items() if isinstance(x, torch.Tensor)}
+                told = {name: x for name, x in result.items() if name not in guests and name != _ALWAYS}
+                self._copies.whole(copy, number, guests, {**told, **values})
+                # The copy before is written again next. By then every rank knows that all have this one: a
+                # rank that does not know has both.
+                talk.rows.gather([number], max(deadline - time.monotonic(), 1e-3))
+            except (LayoutError, PlanMismatchError):  # all ranks have it
+                raise
+            except BaseException as error:
+                talk.parent.abort(f"rank {self._rank} gave up a refresh: {error}")
+                raise
 
-        self._handle = started(self._twin, run, self._limit, refreshed)
+        self._handle = started(self._twin, refresh, self._limit, refreshed)
 
     def wait(self) -> None:
         """Returns once the last refresh has ended, and the copies of its step are whole on all ranks. Raises
         as the next `refresh` would."""
-        try:
+        with called_by(_OP, self._rank):
             self._handle.wait()
-        except MeshcastError as error:
-            call_by(_OP, error)
-            raise
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -385,18 +383,17 @@ class Replicas:
 
     # What remesh asks.
 
-    def _offer(self, lost: Collection[int], deadline: float) -> dict[str, Any]:
-        """Describes the job without the lost ranks: names of tensors that this rank has, steps of which it
-        has copies, what lives nowhere any more, and lost ranks that held nothing."""
+    def _offer(self, lost: Collection[int], deadline: float) -> Inventory:
+        """Describes the job without the lost ranks."""
         self._settle(deadline)
         more = self._guests.in_place_of(lost)
         held = {rank for origin in self._origins.values() for rank in origin.where.ranks}
-        return {
-            "held": [n for n in self._origins if n in self._shapes or self._rank in more.get(n, {})],
-            "steps": self._copies.steps,
-            "gone": self._guests.gone(lost),
-            "idle": [rank for rank in lost if rank not in held],
-        }
+        return Inventory(
+            held=[n for n in self._origins if n in self._shapes or self._rank in more.get(n, {})],
+            steps=self._copies.steps,
+            gone=self._guests.gone(lost),
+            idle=[rank for rank in lost if rank not in held],
+        )
 
     def _taken(self, step: int, lost: Collection[int]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state of a step as this rank has it, with what it keeps for ranks that are lost, and `layouts`
@@ -412,8 +409,9 @@ class Replicas:
             if own is None and not mine:
                 continue
             if mine:
-                views = box_views(self._kept[name], origin.shape, self._rank, copy.guests[name])
-                own = memory_with(own, [views[box] for box in mine])
+                held = self._kept[name].pieces(origin.shape)[self._rank]
+                kept = {piece[0]: piece_view(copy.guests[name], piece) for piece in held[1]}
+                own = memory_with(own, [kept[box] for box in mine])
             state[name] = own
             if name not in self._own:
                 layouts[name] = (self._guests.layout(name, boxes), origin.shape)
@@ -427,31 +425,6 @@ class Replicas:
                 time.sleep(0.01)
             if not self._handle.is_completed():
                 self._twin.twin(MOVE).abort(f"rank {self._rank} takes what is whole of its {_OP}")
-
-    # Refreshes.
-
-    def _refreshed(
-        self,
-        talk: Conversation,
-        deadline: float,
-        run: StateRun,
-        copy: Copy,
-        number: int,
-        values: Mapping[str, Any],
-    ) -> None:
-        try:
-            result = talk.run(run, deadline)
-            guests = {name: x for name, x in result.items() if isinstance(x, torch.Tensor)}
-            told = {name: x for name, x in result.items() if name not in guests and name != _ALWAYS}
-            self._copies.whole(copy, number, guests, {**told, **values})
-            # The copy before is written anew next. By then every rank knows that all have this one: a rank
-            # that does not know has both.
-            talk.rows.gather([number], max(deadline - time.monotonic(), 1e-3))
-        except (LayoutError, PlanMismatchError):  # all ranks have it
-            raise
-        except BaseException as error:
-            talk.parent.abort(f"rank {self._rank} gave up a refresh: {error}")
-            raise
 
     def _tensors(self, held: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Returns the tensors of which this rank has a part."""
@@ -475,15 +448,13 @@ class Replicas:
     def _check_partial(self) -> None:
         for name, origin in self._origins.items():
             if origin.where.has_partial:
-                raise LayoutError(f"{_OP}: {name!r} under {origin.where} holds Partial; reduce it first")
+                raise LayoutError(f"{name!r} under {origin.where} holds Partial; reduce it first")
 
     def _another(self, like: Mapping[str, Any]) -> LayoutError:
         unlike = sorted(name for name in {*like, *self._like} if like.get(name) != self._like.get(name))
         return LayoutError(
-            f"{_OP}: the state has other tensors than at first: {unlike[0]!r} is {like.get(unlike[0])}, was "
-            f"{self._like.get(unlike[0])}; make new Replicas for another state",
-            rank=self._rank,
-            op=_OP,
+            f"the state has other tensors than at first: {unlike[0]!r} is {like.get(unlike[0])}, was "
+            f"{self._like.get(unlike[0])}; make new Replicas for another state"
         )
 
 
@@ -491,63 +462,3 @@ def _likenesses(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Equal for states that are copied the same way: also in what is one tensor under several names."""
     ties = same_memory(tensors.items())
     return {name: (likeness(tensor), ties.get(name)) for name, tensor in tensors.items()}
-
-
-_MOST = 10**9  # steps
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The generation that a job goes back to. members: of its rendezvous, by rank. replicas: None on a worker
-    that was not there."""
-
-    members: list[str]
-    replicas: Replicas | None
-
-
-@dataclass
-class _Generation:
-    rendezvous: int
-    members: list[str]
-    replicas: Replicas
-
-
-class Generations:
-    """The generations of one worker. every: steps from one copy to the next; more: arguments of Replicas."""
-
-    def __init__(self, op: str, every: int, more: Mapping[str, Any], topology: Topology | None) -> None:
-        self._every = checks.integer(f"{op}: replicas_every", every, 1, _MOST)
-        self._more = {**more, "topology": topology}
-        self._kept: list[_Generation] = []  # the newest last; two at most
-
-    def committed(
-        self, steps: int, rendezvous: int, members: Sequence[str], state: Callable[[], Mapping[str, Any]]
-    ) -> None:
-        """A step, by all ranks. A collective of them; raises as Replicas does."""
-        if len(members) < 2:  # nobody is left that could have a copy
-            self._kept.clear()
-        elif not self._kept or self._kept[-1].rendezvous != rendezvous:
-            replicas = Replicas(state, self._every, **self._more)
-            replicas.refresh(steps)
-            replicas.wait()
-            self._kept = [*self._kept[-1:], _Generation(rendezvous, list(members), replicas)]
-        else:
-            del self._kept[:-1]
-            self._kept[-1].replicas.step(steps)
-
-    def choose(self, members: Collection[str], group: dist.ProcessGroup) -> Chosen | None:
-        """The newest generation of which all members that live have copies; None where there is none. A
-        collective of the ranks of `group`, which are `members`; all choose the same."""
-        mine = {each.rendezvous: each.members if each.replicas.steps else None for each in self._kept}
-        told: list[Any] = [None] * len(members)
-        dist.all_gather_object(told, mine, group=group)
-        by_worker = dict(zip(members, told, strict=True))
-        known: dict[int, list[str]] = {}
-        for theirs in told:
-            known |= {number: each for number, each in theirs.items() if each is not None}
-        for number in sorted(known, reverse=True):
-            alive = [worker for worker in known[number] if worker in by_worker]
-            if all(by_worker[worker].get(number) is not None for worker in alive):
-                found = [each.replicas for each in self._kept if each.rendezvous == number]
-                return Chosen(known[number], found[0] if found else None)
-        return None

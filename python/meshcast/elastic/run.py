@@ -12,7 +12,7 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch.distributed.argparse_util import env
 from torch.distributed.elastic.multiprocessing import SignalException, Std
@@ -40,10 +40,11 @@ _OTHERS = (
 
 _LEADS = {"": None, "0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
 _CONF = "join_timeout=SECONDS,last_call_timeout=SECONDS,keep_alive=SECONDS,is_host=0 or 1"
+_RANGE = "expected N, or MIN:MAX with 1 <= MIN <= MAX"
 
 
 def parser() -> argparse.ArgumentParser:
-    """torchrun's, with what differs said."""
+    """Returns torchrun's, with a help text for each option that differs."""
     found = get_args_parser()
     found.prog = "python -m meshcast.elastic.run"
     found.description = (
@@ -57,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
             type=int,
             help="Seconds that workers get to end before SIGKILL (TORCH_ELASTIC_SHUTDOWN_TIMEOUT, or 30).",
         )
-    said = {
+    helps = {
         "--nproc-per-node": "Number of workers of a host, or MIN:MAX: starts MAX; the job goes on while as "
         "many live as MIN on each of the least number of hosts. An int, or auto, cpu, gpu, xpu for MAX.",
         "--max-restarts": "How many workers, in all, are started in the place of dead ones, on their host.",
@@ -69,15 +70,15 @@ def parser() -> argparse.ArgumentParser:
         "1: whether the endpoint is this host, where its name does not tell.",
     }
     for action in found._actions:
-        for option in said.keys() & set(action.option_strings):
-            action.help = said[option]
+        for option in helps.keys() & set(action.option_strings):
+            action.help = helps[option]
         if action.dest in (*_BY_ENDPOINT, *_OTHERS, "rdzv_backend"):
             action.help = argparse.SUPPRESS
     return found
 
 
 def read(arguments: Sequence[str]) -> Config:
-    """Ends the program, with one line on stderr, for what cannot be."""
+    """Reads the command line. Ends the program, with one line on stderr, for options that are wrong."""
     options = parser()
     args = options.parse_args(list(arguments))
     for name in (*_BY_ENDPOINT, *_OTHERS):
@@ -86,7 +87,7 @@ def read(arguments: Sequence[str]) -> Config:
             options.error(f"--{name.replace('_', '-')}: {why}")
     if args.rdzv_backend not in ("static", "c10d"):
         options.error(f"--rdzv-backend {args.rdzv_backend}: the agent has a store of its own; leave it out")
-    hosts = _hosts(options, args.nnodes)
+    hosts = _range(options, "--nnodes", args.nnodes, int)
     endpoint = None
     if args.rdzv_endpoint:
         try:
@@ -99,7 +100,7 @@ def read(arguments: Sequence[str]) -> Config:
         options.error(
             f"--nnodes {args.nnodes}: give --rdzv-endpoint HOST:PORT as well, the same on all hosts"
         )
-    least, most = _ranks(options, args.nproc_per_node)
+    least, most = _range(options, "--nproc-per-node", args.nproc_per_node, determine_local_world_size)
     if args.max_restarts < 0:
         options.error(f"--max-restarts {args.max_restarts}: expected 0 or more")
     if not args.monitor_interval > 0:
@@ -150,32 +151,23 @@ def read(arguments: Sequence[str]) -> Config:
     )
 
 
-def _ranks(options: argparse.ArgumentParser, text: str) -> tuple[int, int]:
+def _range(
+    options: argparse.ArgumentParser, option: str, text: str, number: Callable[[str], int]
+) -> tuple[int, int]:
+    """Returns MIN and MAX. number: reads MAX, or raises ValueError."""
     least, colon, most = text.rpartition(":")
     try:
-        high = determine_local_world_size(most)
+        high = number(most)
         low = int(least) if colon else high
     except ValueError as error:
-        options.error(f"--nproc-per-node {text}: {error}")
+        options.error(f"{option} {text}: {_RANGE if number is int else error}")
     if not 1 <= low <= high:
-        options.error(f"--nproc-per-node {text}: expected N, or MIN:MAX with 1 <= MIN <= MAX")
-    return low, high
-
-
-def _hosts(options: argparse.ArgumentParser, text: str) -> tuple[int, int]:
-    least, colon, most = text.rpartition(":")
-    try:
-        high = int(most)
-        low = int(least) if colon else high
-    except ValueError:
-        low = high = 0
-    if not 1 <= low <= high:
-        options.error(f"--nnodes {text}: expected N, or MIN:MAX with 1 <= MIN <= MAX")
+        options.error(f"{option} {text}: {_RANGE}")
     return low, high
 
 
 def run(config: Config) -> int:
-    """The agent of this host. Raises as Agent and Follower do."""
+    """Runs the agent of this host and returns its exit status. Raises as Agent and Follower do."""
     if config.endpoint is None or _leads(config):
         try:
             Agent(config).run()

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from .. import _C
 from ..base import forks, settings
 from ..base.cache import Cache
-from ..base.host import host_identity
 from ..base.observe import log
+from ..base.settings import host_identity
 from ..base.wire import pack, unpack
 from ..errors import Caller, MeshcastError
 from ..topology import Topology

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch.distributed.checkpoint import StorageReader, StorageWriter
@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
@@ -32,8 +31,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ..base.boxes import Box, HeldBoxes, held_in_order
-from ..errors import MeshcastError
+from ..base.boxes import Box, extents, held_in_order, piece_view
+from ..base.wire import pack, unpack
+from ..errors import Caller, MeshcastError
 from ..groups.parent import parent_group, seconds
 from ..layout import Layout
 from ..resharding.state_arguments import Given
@@ -46,24 +46,36 @@ if TYPE_CHECKING:
 __all__ = ["MemoryStorage"]
 
 _OP = "MemoryStorage"
+T = TypeVar("T")
+
+
+# Objects of torch and of planners travel as pickles, as they do in files: as bytes in what follows.
 
 
 @dataclass
 class _SavedTensor:
-    """The part of a saved tensor that a rank holds."""
+    """The part of a saved tensor that a rank holds. properties: torch's TensorProperties."""
 
     size: tuple[int, ...]
-    properties: TensorProperties
+    properties: bytes
     boxes: list[Box] = field(default_factory=list)
 
 
 @dataclass
 class _Catalogue:
-    """A list of what a rank holds, without the values."""
+    """A list of what a rank holds, without the values. values: names of what is no tensor."""
 
     tensors: dict[str, _SavedTensor] = field(default_factory=dict)
-    values: list[str] = field(default_factory=list)  # what is no tensor
-    planner_data: Any = None
+    values: list[str] = field(default_factory=list)
+    planner_data: bytes | None = None
+
+
+@dataclass
+class _Request:
+    """The parts that a rank loads: boxes of tensors, and names of what is no tensor."""
+
+    tensors: dict[str, list[Box]]
+    values: list[str]
 
 
 class MemoryStorage(StorageWriter, StorageReader):
@@ -135,7 +147,7 @@ class MemoryStorage(StorageWriter, StorageReader):
 
     @torch.no_grad()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        rank, results = parent_group(self._group, _OP).rank, []
+        results = []
         pieces: dict[str, list[torch.Tensor]] = {}
         for item in plan.items:
             name, data = item.index.fqn, planner.resolve_data(item)
@@ -147,19 +159,22 @@ class MemoryStorage(StorageWriter, StorageReader):
             else:
                 told = item.tensor_data
                 assert told is not None and isinstance(data, torch.Tensor)
-                known = self._own.tensors.setdefault(name, _SavedTensor(tuple(told.size), told.properties))
+                known = self._own.tensors.setdefault(
+                    name, _SavedTensor(tuple(told.size), pickle.dumps(told.properties))
+                )
                 if data.numel() > 0:
                     known.boxes.append(_box(told.chunk.offsets, told.chunk.sizes))
                     pieces.setdefault(name, []).append(data.detach())
                 size = data.numel() * data.element_size()
-            results.append(WriteResult(item.index, size, rank))
+            results.append(WriteResult(item.index, size, self._rank))
         for name, parts in pieces.items():
             boxes = self._own.tensors[name].boxes
             self._held[name] = parts[0] if len(parts) == 1 and not self._copy else _joined(parts, boxes)
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self._own.planner_data = metadata.planner_data
+        data = metadata.planner_data
+        self._own.planner_data = None if data is None else pickle.dumps(data)
 
     # ---- load -------------------------------------------------------------------------------------------
 
@@ -167,8 +182,9 @@ class MemoryStorage(StorageWriter, StorageReader):
         """A collective of the group."""
         self._failed = None
         try:
-            self._all = self._told("holds", self._own)
-            return _metadata(self._all.values())
+            self._all = self._gathered("holds", self._own)
+            with Caller(_OP, self._rank):
+                return _metadata(self._all.values())
         except Exception as error:
             self._failed = error  # torch takes any error here for files that are not there, and drops it
             return Metadata({})
@@ -192,8 +208,8 @@ class MemoryStorage(StorageWriter, StorageReader):
             }
         except Exception as error:
             self._refuse(error)
-        rank = parent_group(self._group, _OP).rank
-        all_asked = self._told("asks", (boxes, sorted({item.storage_index.fqn for item in values})))
+        names = sorted({item.storage_index.fqn for item in values})
+        requests = self._gathered("asks", _Request(boxes, names))
         # A tensor that is asked for in several chunks arrives in memory of its own.
         out = {
             name: tensors[0]
@@ -201,9 +217,14 @@ class MemoryStorage(StorageWriter, StorageReader):
             else tensors[0].new_empty(held_in_order(boxes[name], tensors[0].ndim)[0])
             for name, tensors in targets.items()
         }
-        where = {name: _layout({r: said[0].get(name, []) for r, said in all_asked.items()}) for name in boxes}
-        names = {name for tensors, _ in all_asked.values() for name in tensors}
-        state: dict[str, Any] = {name: held for name, held in self._held.items() if name in names}
+        where = {
+            name: _layout({rank: each.tensors.get(name, []) for rank, each in requests.items()})
+            for name in boxes
+        }
+        wanted = {name for each in requests.values() for name in (*each.tensors, *each.values)}
+        if not wanted:
+            return _done(None)
+        state: dict[str, Any] = {name: held for name, held in self._held.items() if name in wanted}
         layouts = {
             name: (
                 _layout({r: c.tensors[name].boxes for r, c in self._all.items() if name in c.tensors}),
@@ -211,11 +232,9 @@ class MemoryStorage(StorageWriter, StorageReader):
             )
             for name in state
         }
-        for name in {name for _, listed in all_asked.values() for name in listed}:
-            if name in self._values and rank == min(r for r, c in self._all.items() if name in c.values):
+        for name in wanted & self._values.keys():
+            if self._rank == min(r for r, c in self._all.items() if name in c.values):
                 state[name] = self._values[name]
-        if not any(tensors or listed for tensors, listed in all_asked.values()):
-            return _done(None)
         received = reshard_state_dict(
             state,
             {name: (layout, "cuda") if out[name].is_cuda else layout for name, layout in where.items()},
@@ -226,7 +245,7 @@ class MemoryStorage(StorageWriter, StorageReader):
         )
         for name, chunks in asked.items():
             held = held_in_order(boxes[name], len(boxes[name][0]))
-            views = [out[name]] if len(chunks) == 1 else _views(out[name], held)
+            views = [out[name]] if len(chunks) == 1 else [piece_view(out[name], piece) for piece in held[1]]
             for (_, item), target, view in zip(chunks, targets[name], views, strict=True):
                 if target is not view:
                     target.copy_(view)
@@ -242,13 +261,16 @@ class MemoryStorage(StorageWriter, StorageReader):
         conversation(parent).run(StateRun(parent.rank, Given(None, None), wrong=error), deadline)
         raise error
 
-    def _told(self, what: str, mine: Any) -> dict[int, Any]:
-        """Returns what every rank of the group says, by its global rank."""
-        rank = parent_group(self._group, _OP).rank
-        said = reshard_state_dict(
-            {f"rank {rank} {what}": pickle.dumps(mine)}, group=self._group, timeout=self._timeout
+    @property
+    def _rank(self) -> int:
+        return parent_group(self._group, _OP).rank
+
+    def _gathered(self, what: str, mine: T) -> dict[int, T]:
+        """Returns the facts of every rank of the group, by its global rank."""
+        texts = reshard_state_dict(
+            {f"rank {self._rank} {what}": pack(mine)}, group=self._group, timeout=self._timeout
         )
-        return {int(name.split()[1]): pickle.loads(value) for name, value in sorted(said.items())}
+        return {int(name.split()[1]): unpack(type(mine), text) for name, text in texts.items()}
 
 
 def _box(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
@@ -256,7 +278,7 @@ def _box(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size([lo for lo, _ in box]), torch.Size([hi - lo for lo, hi in box]))
+    return ChunkStorageMetadata(torch.Size([lo for lo, _ in box]), torch.Size(extents(box)))
 
 
 def _metadata(catalogues: Iterable[_Catalogue]) -> Metadata:
@@ -265,7 +287,7 @@ def _metadata(catalogues: Iterable[_Catalogue]) -> Metadata:
     for catalogue in catalogues:
         for name, tensor in catalogue.tensors.items():
             known = metadata.state_dict_metadata.setdefault(
-                name, TensorStorageMetadata(tensor.properties, torch.Size(tensor.size), [])
+                name, TensorStorageMetadata(pickle.loads(tensor.properties), torch.Size(tensor.size), [])
             )
             assert isinstance(known, TensorStorageMetadata)
             chunks = [_chunk(box) for box in tensor.boxes]
@@ -273,13 +295,13 @@ def _metadata(catalogues: Iterable[_Catalogue]) -> Metadata:
         for name in catalogue.values:
             metadata.state_dict_metadata.setdefault(name, BytesStorageMetadata())
         if catalogue.planner_data is not None:
-            metadata.planner_data = {**(metadata.planner_data or {}), **catalogue.planner_data}
+            data = pickle.loads(catalogue.planner_data)
+            metadata.planner_data = {**(metadata.planner_data or {}), **data}
     for name, found in metadata.state_dict_metadata.items():
         if isinstance(found, TensorStorageMetadata) and not _cover(found.chunks, found.size):
-            text = f"{name} was saved in part: of {tuple(found.size)} there are {found.chunks}"
-            raise MeshcastError(f"{_OP}: {text}", op=_OP)
+            raise MeshcastError(f"{name} was saved in part: of {tuple(found.size)} there are {found.chunks}")
     if not metadata.state_dict_metadata:
-        raise MeshcastError(f"{_OP}: no rank of the group has saved anything", op=_OP)
+        raise MeshcastError("no rank of the group has saved anything")
     return metadata
 
 
@@ -299,24 +321,12 @@ def _layout(boxes: Mapping[int, Sequence[Box]]) -> Layout:
     return Layout.from_boxes({rank: listed for rank, listed in boxes.items() if listed})
 
 
-def _views(local: torch.Tensor, held: HeldBoxes) -> list[torch.Tensor]:
-    """The boxes in a local tensor that holds them."""
-    found = []
-    for box, at, dims, _ in held[1]:
-        sizes = [hi - lo for lo, hi in box]
-        if dims:  # one after the other
-            found.append(local.narrow(0, at[0], torch.Size(sizes).numel()).view(sizes))
-        else:
-            found.append(local[tuple(slice(a, a + size) for a, size in zip(at, sizes, strict=True))])
-    return found
-
-
 def _joined(parts: Sequence[torch.Tensor], boxes: Sequence[Box]) -> torch.Tensor:
     """A copy of the boxes as a layout by boxes has them."""
     held = held_in_order(boxes, parts[0].ndim)
     local = parts[0].new_empty(held[0])
-    for view, part in zip(_views(local, held), parts, strict=True):
-        view.copy_(part)
+    for piece, part in zip(held[1], parts, strict=True):
+        piece_view(local, piece).copy_(part)
     return local
 
 
@@ -334,8 +344,8 @@ def _whole_chunks(items: Iterable[ReadItem]) -> dict[str, list[tuple[Box, ReadIt
         found[key] = here, there, item
     asked: dict[str, list[tuple[Box, ReadItem]]] = {}
     for (name, _), (here, there, item) in found.items():
-        lengths = torch.Size([hi - lo for lo, hi in there])
-        whole = replace(item, dest_offsets=torch.Size([lo for lo, _ in there]), lengths=lengths)
+        offsets = torch.Size([lo for lo, _ in there])
+        whole = replace(item, dest_offsets=offsets, lengths=torch.Size(extents(there)))
         asked.setdefault(name, []).append((here, whole))
     return asked
 

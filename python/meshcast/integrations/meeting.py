@@ -1,10 +1,11 @@
-"""Ranks that share no process group of torch, and meet in a store that one of them has."""
+"""Ranks that share no process group of torch, and meet in a store that one of them has; the buckets in which
+they send tensors."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from typing_extensions import Unpack
@@ -18,7 +19,9 @@ from ..resharding.state_run import ReshardedState, StateRun, conversation
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["Meeting"]
+__all__ = ["Meeting", "buckets"]
+
+T = TypeVar("T")
 
 _DRAIN = 1.0  # seconds that a transfer in flight gets when the meeting ends
 
@@ -50,3 +53,18 @@ class Meeting:
     def close(self) -> None:
         """Ends what is in flight, on all ranks."""
         self._parent.close(time.monotonic() + _DRAIN)
+
+
+def buckets(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yields the items of about `most` bytes together, as they come."""
+    bucket: list[T] = []
+    filled = 0
+    for item in items:
+        own = nbytes(item)
+        if bucket and filled + own > most:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(item)
+        filled += own
+    if bucket:
+        yield bucket

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.resharding.copy_services.base import CopyService
 from torch.distributed.tensor import Replicate
 
-from ..errors import PlanMismatchError
+from ..base.wire import pack, unpack
+from ..errors import Caller, PlanMismatchError
 from ..groups.parent import parent_group
 from ..layout import Layout
 from ..resharding.state_dict import reshard_state_dict
@@ -22,13 +23,44 @@ _OP = "MeshcastCopyService"
 _PROBE = 64  # elements: what tells most different tensors apart without reading them all
 
 
-@dataclass
-class _Sent:
-    """A tensor that goes to some ranks, one message each in Megatron's plan. task: of one message, for the
-    receiver to find it by; None where it counts."""
+class _Message(NamedTuple):
+    """A message of Megatron's plan, as it was submitted. task: for the receiver to find it by; None where the
+    order counts."""
+
+    tensor: torch.Tensor
+    rank: int  # the other one
+    task: int | None
+
+
+class _Sent(NamedTuple):
+    """A tensor that goes to some ranks, one message each. to: (rank, task)."""
 
     tensor: torch.Tensor
     to: list[tuple[int, int | None]]
+
+
+class _Send(NamedTuple):
+    """A `_Sent` as the other ranks know it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    to: list[tuple[int, int | None]]
+
+
+class _Receive(NamedTuple):
+    """A receive as the other ranks know it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source: int
+    task: int | None
+
+
+class _Submitted(NamedTuple):
+    """The part of a run that a rank has."""
+
+    sends: list[_Send]
+    receives: list[_Receive]
 
 
 class MeshcastCopyService(CopyService):
@@ -61,14 +93,14 @@ class MeshcastCopyService(CopyService):
         )
         self._me = parent.rank
         self.rank, self.world_size = self._ranks.index(self._me), len(self._ranks)
-        self._sends: list[tuple[torch.Tensor, int, int | None]] = []
-        self._receives: list[tuple[torch.Tensor, int, int | None]] = []
+        self._sends: list[_Message] = []
+        self._receives: list[_Message] = []
 
     def submit_send(self, src_tensor: torch.Tensor, dest_rank: int, task_id: int | None = None) -> None:
-        self._sends.append((src_tensor.detach(), self._ranks[dest_rank], task_id))
+        self._sends.append(_Message(src_tensor.detach(), self._ranks[dest_rank], task_id))
 
     def submit_recv(self, dest_tensor: torch.Tensor, src_rank: int, task_id: int | None = None) -> None:
-        self._receives.append((dest_tensor.detach(), self._ranks[src_rank], task_id))
+        self._receives.append(_Message(dest_tensor.detach(), self._ranks[src_rank], task_id))
 
     def submit_send_with_id(self, task_id: int, src_tensor: torch.Tensor, dest_rank: int) -> None:
         """Submits a send in the form that Megatron 0.16 asks for."""
@@ -82,15 +114,14 @@ class MeshcastCopyService(CopyService):
         sends, receives = self._sends, self._receives
         self._sends, self._receives = [], []
         merged = _merged(sends)
-        told = [[list(sent.tensor.shape), str(sent.tensor.dtype), sent.to] for sent in merged]
-        asked = [[list(out.shape), str(out.dtype), source, task] for out, source, task in receives]
-        said = reshard_state_dict(
-            {f"sends {self._me}": told, f"receives {self._me}": asked},
-            group=self.group,
-            timeout=self._timeout,
+        mine = _Submitted(
+            [_Send(tuple(sent.tensor.shape), sent.tensor.dtype, sent.to) for sent in merged],
+            [_Receive(tuple(out.shape), out.dtype, source, task) for out, source, task in receives],
         )
-        numbers = {rank: said[f"receives {rank}"] for rank in self._ranks}
-        found = {rank: _matched(said[f"sends {rank}"], rank, numbers) for rank in self._ranks}
+        texts = reshard_state_dict({str(self._me): pack(mine)}, group=self.group, timeout=self._timeout)
+        sides = {rank: unpack(_Submitted, texts[str(rank)]) for rank in self._ranks}
+        with Caller(_OP, self._me):
+            found = {rank: _matched(rank, sides) for rank in self._ranks}
         if not any(found.values()):
             return
         state, out, where, layouts = {}, {}, {}, {}
@@ -100,7 +131,7 @@ class MeshcastCopyService(CopyService):
         for rank, rows in found.items():
             for index, targets in enumerate(rows):
                 if self._me in targets:
-                    name, tensor = f"{rank} {index}", receives[targets[self._me]][0]
+                    name, tensor = f"{rank} {index}", receives[targets[self._me]].tensor
                     layout = Layout(sorted(targets), [Replicate()])
                     out[name], where[name] = tensor, (layout, "cuda") if tensor.is_cuda else layout
         reshard_state_dict(state, where, out, layouts=layouts, group=self.group, timeout=self._timeout)
@@ -109,7 +140,7 @@ class MeshcastCopyService(CopyService):
         """Nothing is kept beside what the group has."""
 
 
-def _merged(sends: list[tuple[torch.Tensor, int, int | None]]) -> list[_Sent]:
+def _merged(sends: list[_Message]) -> list[_Sent]:
     """Equal tensors for different ranks as one, in the order of the first. Equal means the same bits:
     Megatron slices anew, and often into memory of its own, for each message."""
     found: list[_Sent] = []
@@ -139,38 +170,37 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return one or torch.equal(_bits(a.reshape(-1)), _bits(b.reshape(-1)))
 
 
-def _matched(told: list[Any], source: int, asked: dict[int, list[Any]]) -> list[dict[int, int]]:
-    """For each tensor that a rank sends, {rank: number of its receive}. Receives are found by task, or by
-    their order where there is none."""
-    waiting: dict[tuple[int, Any], list[int]] = {}
-    for rank, receives in asked.items():
-        for number, (_, _, sender, task) in enumerate(receives):
-            if sender == source:
-                waiting.setdefault((rank, task), []).append(number)
+def _matched(source: int, sides: Mapping[int, _Submitted]) -> list[dict[int, int]]:
+    """Returns {rank: number of its receive} for each tensor that a rank sends. Receives are found by task, or
+    by their order where there is none."""
+    waiting: dict[tuple[int, int | None], list[int]] = {}
+    for rank, side in sides.items():
+        for number, receive in enumerate(side.receives):
+            if receive.source == source:
+                waiting.setdefault((rank, receive.task), []).append(number)
     rows = []
-    for shape, dtype, to in told:
+    for sent in sides[source].sends:
         targets = {}
-        for rank, task in to:
-            what = f"rank {source} sends {_text(shape, dtype, task)} to rank {rank}"
+        for rank, task in sent.to:
+            what = f"rank {source} sends {_text(sent, task)} to rank {rank}"
             numbers = waiting.get((rank, task))
             if not numbers:
                 raise _mismatch(f"{what}, which has no receive for it")
             number = targets[rank] = numbers.pop(0)
-            wanted, as_dtype, *_ = asked[rank][number]
-            if (list(wanted), as_dtype) != (list(shape), dtype):
-                raise _mismatch(f"{what}, which receives {_text(wanted, as_dtype, task)}")
+            receive = sides[rank].receives[number]
+            if (receive.shape, receive.dtype) != (sent.shape, sent.dtype):
+                raise _mismatch(f"{what}, which receives {_text(receive, task)}")
         rows.append(targets)
     for (rank, task), numbers in waiting.items():
         for number in numbers:
-            shape, dtype, *_ = asked[rank][number]
-            what = _text(shape, dtype, task)
+            what = _text(sides[rank].receives[number], task)
             raise _mismatch(f"rank {rank} receives {what} from rank {source}, which does not send it")
     return rows
 
 
-def _text(shape: Any, dtype: str, task: int | None) -> str:
-    return f"{tuple(shape)} of {dtype}" + ("" if task is None else f" (task {task})")
+def _text(tensor: _Send | _Receive, task: int | None) -> str:
+    return f"{tensor.shape} of {tensor.dtype}" + ("" if task is None else f" (task {task})")
 
 
 def _mismatch(text: str) -> PlanMismatchError:
-    return PlanMismatchError(f"{_OP}: {text}: submit the same plan on all ranks", op=_OP)
+    return PlanMismatchError(f"{text}: submit the same plan on all ranks")

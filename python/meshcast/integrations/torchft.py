@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 from torchft.checkpointing.transport import CheckpointTransport
 
 from ..base.observe import log
+from ..base.wire import pack, unpack
 from ..errors import Caller, DeadlineExceededError
 from ..groups.store import within
 from ..layout import Layout
@@ -29,8 +30,16 @@ __all__ = ["MeshcastTransport"]
 T = TypeVar("T")
 
 _OP = "MeshcastTransport"
-_OFFER = f"{_OP} offer"  # in the store of a sender: step, number and size of the meeting for it
+_OFFER = f"{_OP} offer"  # in the store of a sender: an `_OpenCheckpoint`
 _PAUSE = 0.02  # seconds between two looks for a checkpoint
+
+
+class _OpenCheckpoint(NamedTuple):
+    """A checkpoint that receivers may join; without a step there is none. number, size: of the meeting."""
+
+    step: int | None = None
+    number: int = 0
+    size: int = 0
 
 
 class MeshcastTransport(CheckpointTransport[T]):
@@ -57,7 +66,7 @@ class MeshcastTransport(CheckpointTransport[T]):
         self._state_dict = state_dict
         self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         self._address = f"{hostname or socket.gethostname()}:{self._store.port}"
-        self._store.set(_OFFER, "")
+        self._store.set(_OFFER, pack(_OpenCheckpoint()))
         self._sent = 0
         self._meeting: Meeting | None = None
         self._sending: threading.Thread | None = None
@@ -75,7 +84,9 @@ class MeshcastTransport(CheckpointTransport[T]):
         limit = timeout.total_seconds()
         deadline = time.monotonic() + limit
         leaves, tree = tree_flatten_with_path(state_dict)
-        told = pickle.dumps((tree, [_told(leaf) for _, leaf in leaves]))
+        # Leaves and the tree are objects of the user, whatever pickle can send.
+        said = [_Tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
+        told = pickle.dumps((tree, said))
         tensors = {
             str(index): _local(leaf)
             for index, (_, leaf) in enumerate(leaves)
@@ -84,7 +95,7 @@ class MeshcastTransport(CheckpointTransport[T]):
         self._sent += 1
         number, size, stream = self._sent, 1 + len(dst_ranks), own_stream()
         meeting = self._meeting = Meeting(self._store, _name(number), size, 0, limit)
-        self._store.set(_OFFER, f"{step} {number} {size}")
+        self._store.set(_OFFER, pack(_OpenCheckpoint(step, number, size)))
 
         def send() -> None:
             try:
@@ -97,7 +108,7 @@ class MeshcastTransport(CheckpointTransport[T]):
                 log.warning(
                     "%s: the checkpoint of step %d did not reach replicas %s: %s", _OP, step, dst_ranks, error
                 )
-            self._store.set(_OFFER, "")
+            self._store.set(_OFFER, pack(_OpenCheckpoint()))
             self._store.delete_key(_seats(number))
             meeting.close()
 
@@ -129,11 +140,10 @@ class MeshcastTransport(CheckpointTransport[T]):
         )
         meeting = self._joined(store, step, deadline)
         if meeting is None:
-            raise DeadlineExceededError(
-                f"{_OP}: timed out after {time.monotonic() - begin:.1f} s: replica {src_rank} "
-                f"({metadata}) has not offered a checkpoint of step {step}",
-                op=_OP,
-                phase="wait",
+            raise Caller(_OP, phase="wait").error(
+                DeadlineExceededError,
+                f"timed out after {time.monotonic() - begin:.1f} s: replica {src_rank} ({metadata}) has not "
+                f"offered a checkpoint of step {step}",
                 limit=timeout.total_seconds(),
             )
         try:
@@ -153,7 +163,7 @@ class MeshcastTransport(CheckpointTransport[T]):
         finally:
             meeting.close()
         leaves = [
-            leaf.made(arrived[str(index)], own.get(path)) if isinstance(leaf, _Tensor) else leaf.value
+            leaf.made(arrived[str(index)], own.get(path)) if isinstance(leaf, _Tensor) else leaf
             for index, (path, leaf) in enumerate(zip(paths, told, strict=True))
         ]
         return tree_unflatten(leaves, tree)
@@ -162,25 +172,18 @@ class MeshcastTransport(CheckpointTransport[T]):
     def _joined(store: dist.Store, step: int, deadline: float) -> Meeting | None:
         """The meeting for the checkpoint of that step, in which this rank takes a seat; None where there is
         none by the deadline."""
-        seen = ""
+        tried = 0  # number of a meeting whose seats are taken
         while True:
-            said = store.get(_OFFER).decode()
-            if said != seen and said.startswith(f"{step} "):  # else one whose seats are taken
-                seen = said
-                _, number, size = map(int, said.split())
-                seat = store.add(_seats(number), 1)
-                if seat < size:
-                    return Meeting(store, _name(number), size, seat, max(deadline - time.monotonic(), 1e-3))
+            offer = unpack(_OpenCheckpoint, store.get(_OFFER).decode())
+            if offer.step == step and offer.number != tried:
+                tried = offer.number
+                seat = store.add(_seats(tried), 1)
+                if seat < offer.size:
+                    limit = max(deadline - time.monotonic(), 1e-3)
+                    return Meeting(store, _name(tried), offer.size, seat, limit)
             if time.monotonic() >= deadline:
                 return None
             time.sleep(_PAUSE)
-
-
-class _Leaf:
-    """A leaf that is no tensor."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
 
 
 class _Tensor:
@@ -203,10 +206,6 @@ class _Tensor:
             assert isinstance(own, torch.Tensor)
             return own
         return local if self.spec is None else as_dtensor(local, self.spec)
-
-
-def _told(leaf: object) -> _Leaf | _Tensor:
-    return _Tensor(leaf) if isinstance(leaf, torch.Tensor) else _Leaf(leaf)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
-from typing import Any
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -14,13 +14,20 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from ..errors import LayoutError
+from ..base.wire import pack, unpack
+from ..errors import Caller, LayoutError
 from ..layout import Layout
-from .meeting import Meeting
+from .meeting import Meeting, buckets
 
 __all__ = ["MeshcastCheckpointEngine"]
 
 _OP = "MeshcastCheckpointEngine"
+
+
+class _Bucket(NamedTuple):
+    """Announces the tensors that travel next; without names: all have been sent."""
+
+    names: list[str]
 
 
 @CheckpointEngineRegistry.register("meshcast")
@@ -93,42 +100,42 @@ class MeshcastCheckpointEngine(CheckpointEngine):
                 pass
             return
         travelling: asyncio.Future[Any] | None = None
-        for bucket, is_last in _buckets(weights, self._bucket_size):
+        for bucket in buckets(weights, _nbytes, self._bucket_size):
             if travelling is not None:
                 await travelling
-            travelling = self._soon(bucket, is_last)
-        assert travelling is not None
-        await travelling
+            travelling = self._soon(dict(bucket))
+        if travelling is not None:
+            await travelling
+        await self._soon({})
 
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        is_last, travelling = False, self._soon({}, False)
-        while not is_last:
-            is_last, bucket = await travelling
-            if not is_last:
-                travelling = self._soon({}, False)
+        bucket = await self._soon({})
+        while bucket:
+            travelling = self._soon({})
             for name, tensor in bucket.items():
                 yield name, tensor
+            bucket = await travelling
 
-    def _soon(self, bucket: dict[str, torch.Tensor], is_last: bool) -> asyncio.Future[Any]:
-        return asyncio.get_running_loop().run_in_executor(None, self._moved, bucket, is_last)
+    def _soon(self, bucket: dict[str, torch.Tensor]) -> asyncio.Future[dict[str, torch.Tensor]]:
+        return asyncio.get_running_loop().run_in_executor(None, self._moved, bucket)
 
-    def _moved(self, bucket: dict[str, torch.Tensor], is_last: bool) -> tuple[bool, dict[str, torch.Tensor]]:
-        """Moves the sender's bucket to the others. Returns, on the others, whether it is the last one and
-        what has arrived."""
+    def _moved(self, bucket: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Moves the sender's bucket to the others, where it returns what has arrived."""
         meeting = self._meeting
         if meeting is None:
-            raise LayoutError(f"{_OP}: call init_process_group first", op=_OP)
+            raise Caller(_OP).error(LayoutError, "call init_process_group first")
         deadline = time.monotonic() + self._timeout
-        told = {"names": list(bucket), "last": is_last} if meeting.rank == 0 else {}
-        said = meeting.move(told, None, deadline=deadline)
+        mine = {"bucket": pack(_Bucket(list(bucket)))} if meeting.rank == 0 else {}
+        announced = unpack(_Bucket, meeting.move(mine, None, deadline=deadline)["bucket"])
+        if not announced.names:
+            return {}
         receivers = Layout(list(range(1, meeting.size)), [Replicate()])
-        on_gpu = torch.cuda.is_available()
-        where: dict[str, Any] = dict.fromkeys(said["names"], (receivers, "cuda") if on_gpu else receivers)
-        if not where:
-            return said["last"], {}
-        return said["last"], dict(meeting.move(bucket, where, deadline=deadline))
+        place = (receivers, "cuda") if torch.cuda.is_available() else receivers
+        where: dict[str, Any] = dict.fromkeys(announced.names, place)
+        tensors = {name: tensor.detach() for name, tensor in bucket.items()}
+        return dict(meeting.move(tensors, where, deadline=deadline))
 
     def _close(self) -> None:
         if self._meeting is not None:
@@ -136,17 +143,5 @@ class MeshcastCheckpointEngine(CheckpointEngine):
             self._meeting = None
 
 
-def _buckets(
-    weights: Iterable[tuple[str, torch.Tensor]], size: int
-) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
-    """Tensors of about so many bytes together, and whether they are the last; one bucket at least."""
-    bucket: dict[str, torch.Tensor] = {}
-    filled = 0
-    for name, tensor in weights:
-        own = tensor.numel() * tensor.element_size()
-        if bucket and filled + own > size:
-            yield bucket, False
-            bucket, filled = {}, 0
-        bucket[name] = tensor.detach()
-        filled += own
-    yield bucket, True
+def _nbytes(weight: tuple[str, torch.Tensor]) -> int:
+    return weight[1].numel() * weight[1].element_size()

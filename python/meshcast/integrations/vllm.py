@@ -4,7 +4,6 @@ as the backend "meshcast"."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -15,9 +14,9 @@ from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.nccl_common import run_trainer_rendezvous
 
-from ..errors import LayoutError
+from ..errors import Caller, LayoutError
 from ..layout import Layout
-from .meeting import Meeting
+from .meeting import Meeting, buckets
 
 __all__ = ["MeshcastTrainerInitInfo", "MeshcastTrainerEngine", "MeshcastWorkerEngine"]
 
@@ -55,20 +54,35 @@ class _UpdateInfo(base.WeightTransferUpdateInfo):
     names: list[list[str]]
 
 
-class MeshcastWorkerEngine(base.WeightTransferEngine[_WorkerInitInfo, _UpdateInfo]):
+class _Joined:
+    """The part that both engines share: the meeting that they have joined."""
+
+    _meeting: Meeting | None = None
+
+    def _join(self, info: MeshcastTrainerInitInfo | _WorkerInitInfo, rank: int) -> None:
+        """Returns once all have joined. The first trainer has the store, which ends with its engine."""
+        store = dist.TCPStore(info.host, info.port, is_master=rank == 0, wait_for_workers=False)
+        size = info.trainers + info.workers
+        self._meeting = Meeting(store, "MeshcastWeights", size, rank, info.timeout)
+
+    def shutdown(self) -> None:
+        if self._meeting is not None:
+            self._meeting.close()
+            self._meeting = None
+
+
+class MeshcastWorkerEngine(_Joined, base.WeightTransferEngine[_WorkerInitInfo, _UpdateInfo]):
     """The engine of a worker: every tensor arrives whole, and the model loads it as from a checkpoint."""
 
     init_info_cls = _WorkerInitInfo
     update_info_cls = _UpdateInfo
-
-    _meeting: Meeting | None = None
 
     def init_transfer_engine(self, init_info: _WorkerInitInfo) -> None:
         self.shutdown()
         parallel = self.parallel_config
         rank = init_info.trainers + parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._info = init_info
-        self._meeting = _meeting(init_info, rank)
+        self._join(init_info, rank)
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -86,7 +100,7 @@ class MeshcastWorkerEngine(base.WeightTransferEngine[_WorkerInitInfo, _UpdateInf
 
     def receive_weights(self, update_info: _UpdateInfo) -> None:
         if self._meeting is None:
-            raise LayoutError(f"{type(self).__name__}: call init_transfer_engine first")
+            raise Caller("MeshcastWorkerEngine").error(LayoutError, "call init_transfer_engine first")
         info = self._info
         layout = Layout(list(range(info.trainers, info.trainers + info.workers)), [Replicate()])
         where: Any = (layout, "cuda") if self.device.type == "cuda" else layout
@@ -95,13 +109,8 @@ class MeshcastWorkerEngine(base.WeightTransferEngine[_WorkerInitInfo, _UpdateInf
             received = self._meeting.move({}, dict.fromkeys(names, where), deadline=deadline)
             self.model.load_weights([(name, received[name]) for name in names])
 
-    def shutdown(self) -> None:
-        if self._meeting is not None:
-            self._meeting.close()
-            self._meeting = None
 
-
-class MeshcastTrainerEngine(base.TrainerWeightTransferEngine[MeshcastTrainerInitInfo]):
+class MeshcastTrainerEngine(_Joined, base.TrainerWeightTransferEngine[MeshcastTrainerInitInfo]):
     """The engine of a trainer: each trainer sends the shards that it has, and nobody gathers a tensor. Where
     the source yields whole tensors alone, the first owner sends.
 
@@ -109,8 +118,6 @@ class MeshcastTrainerEngine(base.TrainerWeightTransferEngine[MeshcastTrainerInit
     """
 
     init_info_cls = MeshcastTrainerInitInfo
-
-    _meeting: Meeting | None = None
 
     @classmethod
     def trainer_init(
@@ -121,45 +128,43 @@ class MeshcastTrainerEngine(base.TrainerWeightTransferEngine[MeshcastTrainerInit
         source: base.WeightSource | None = None,
     ) -> MeshcastTrainerEngine:
         if source is None:
-            raise LayoutError(f"{_OP}: a WeightSource is needed")
+            raise Caller(_OP).error(LayoutError, "a WeightSource is needed")
         engine = cls(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank)
         engine._info = init_info
         if not engine.is_sender:
-            engine._meeting = _meeting(init_info, init_info.rank)
+            engine._join(init_info, init_info.rank)
             return engine
         told = {
             name: value for name, value in asdict(init_info).items() if name not in ("rank", "bucket_bytes")
         }
 
-        def join() -> None:
-            engine._meeting = _meeting(init_info, 0)
-
         run_trainer_rendezvous(
-            init_worker=lambda: client.init_weight_transfer_engine(told), init_trainer=join
+            init_worker=lambda: client.init_weight_transfer_engine(told),
+            init_trainer=lambda: engine._join(init_info, 0),
         )
         return engine
 
     def send_weights(self) -> None:
         assert self.source is not None
-        buckets = list(_buckets(self.source.metadata, self._info.bucket_bytes))
+        together = list(buckets(self.source.metadata, _nbytes, self._info.bucket_bytes))
         if not self.is_sender:
-            self._send(buckets)
+            self._send(together)
             return
         self.client.start_weight_update()
-        update = {"names": [[meta.name for meta in bucket] for bucket in buckets]}
+        update = {"names": [[meta.name for meta in bucket] for bucket in together]}
         # Workers receive while trainers send.
         run_trainer_rendezvous(
-            init_worker=lambda: self.client.update_weights(update), init_trainer=lambda: self._send(buckets)
+            init_worker=lambda: self.client.update_weights(update), init_trainer=lambda: self._send(together)
         )
         self.client.finish_weight_update()
 
     @torch.no_grad()
-    def _send(self, buckets: list[list[base.ParamMeta]]) -> None:
+    def _send(self, together: list[list[base.ParamMeta]]) -> None:
         source, info = self.source, self._info
         assert source is not None and self._meeting is not None
         whole = not source.implements_iter_local()
         pairs = source.iter_full() if whole else source.iter_local()
-        for bucket in buckets:
+        for bucket in together:
             state, layouts = {}, {}
             for meta in bucket:
                 owners = tuple(range(info.trainers)) if meta.owners is None else meta.owners
@@ -167,40 +172,17 @@ class MeshcastTrainerEngine(base.TrainerWeightTransferEngine[MeshcastTrainerInit
                     continue
                 name, tensor = next(pairs)
                 if name != meta.name:
-                    raise LayoutError(
-                        f"{_OP}: the source yields {name!r} where its metadata has {meta.name!r}"
-                    )
+                    text = f"the source yields {name!r} where its metadata has {meta.name!r}"
+                    raise Caller(_OP, self.rank).error(LayoutError, text)
                 if not whole or self.rank == owners[0]:
                     state[name] = tensor.detach()
                     layouts[name] = _layout(meta, owners[:1] if whole else owners, whole), meta.shape
             deadline = time.monotonic() + info.timeout
             self._meeting.move(state, None, layouts=layouts, deadline=deadline)
 
-    def shutdown(self) -> None:
-        if self._meeting is not None:
-            self._meeting.close()
-            self._meeting = None
 
-
-def _meeting(info: MeshcastTrainerInitInfo | _WorkerInitInfo, rank: int) -> Meeting:
-    """Joined by all at once. The first trainer has the store, which ends with its engine."""
-    store = dist.TCPStore(info.host, info.port, is_master=rank == 0, wait_for_workers=False)
-    return Meeting(store, "MeshcastWeights", info.trainers + info.workers, rank, info.timeout)
-
-
-def _buckets(metadata: list[base.ParamMeta], size: int) -> Iterator[list[base.ParamMeta]]:
-    """Parameters of about so many bytes together."""
-    bucket: list[base.ParamMeta] = []
-    filled = 0
-    for meta in metadata:
-        own = torch.Size(meta.shape).numel() * meta.dtype.itemsize
-        if bucket and filled + own > size:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(meta)
-        filled += own
-    if bucket:
-        yield bucket
+def _nbytes(meta: base.ParamMeta) -> int:
+    return torch.Size(meta.shape).numel() * meta.dtype.itemsize
 
 
 def _layout(meta: base.ParamMeta, owners: tuple[int, ...], whole: bool) -> Layout:

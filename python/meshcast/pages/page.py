@@ -13,7 +13,7 @@ from ..base import checks
 from ..base.checks import dtype_name
 from ..errors import LayoutError
 from ..planning.plan import Plan
-from ..planning.text import ranks_text, size_text
+from ..planning.show import ranks_text, size_text
 
 __all__ = [
     "PageBar",

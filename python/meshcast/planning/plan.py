@@ -118,26 +118,6 @@ class LazySequence(Sequence[T], Generic[T]):
         return f"[{head}]" if self._length <= 3 else f"[{head}, ... {self._length} items]"
 
 
-def tasks(core: _C.Plan) -> Sequence[Task]:
-    """The tasks of a plan."""
-
-    def task(index: int) -> Task:
-        tensor, box, nbytes, holders, receivers, reduce, contribution = core.task(index)
-        return Task(box, holders, receivers, nbytes, tensor, reduce, contribution)
-
-    return LazySequence(core.num_tasks, task)
-
-
-def local_copies(core: _C.Plan) -> Sequence[LocalCopy]:
-    """The local copies of a plan."""
-
-    def local_copy(index: int) -> LocalCopy:
-        rank, tensor, box = core.local_copy(index)
-        return LocalCopy(rank, box, tensor)
-
-    return LazySequence(core.num_local_copies, local_copy)
-
-
 def transfers(core: _C.Plan) -> Sequence[Transfer]:
     """The hops of a plan, one transfer per box.
 
@@ -162,20 +142,8 @@ def _transfer(core: _C.Plan, index: int, hop: int, piece: int, start_of: Callabl
     src, dst, first, after, reduce, last_reduce, start_ns, finish_ns = core.hop(hop)
     tensor, task, box, nbytes = core.piece(first + piece)
     waits = () if after < 0 else (start_of(after) + piece,)
-    return Transfer(
-        index,
-        src,
-        dst,
-        box,
-        nbytes,
-        waits,
-        reduce,
-        last_reduce,
-        tensor,
-        task,
-        start_ns / 1e9,
-        finish_ns / 1e9,
-    )
+    times = start_ns / 1e9, finish_ns / 1e9
+    return Transfer(index, src, dst, box, nbytes, waits, reduce, last_reduce, tensor, task, *times)
 
 
 MAX_PLANS = 512
@@ -345,7 +313,12 @@ class Plan:
     @cached_property
     def tasks(self) -> Sequence[Task]:
         """The unit communication tasks."""
-        return tasks(self._core)
+
+        def task(index: int) -> Task:
+            tensor, box, nbytes, holders, receivers, reduce, contribution = self._core.task(index)
+            return Task(box, holders, receivers, nbytes, tensor, reduce, contribution)
+
+        return LazySequence(self._core.num_tasks, task)
 
     @cached_property
     def transfers(self) -> Sequence[Transfer]:
@@ -359,7 +332,12 @@ class Plan:
     @cached_property
     def local_copies(self) -> Sequence[LocalCopy]:
         """Boxes that a rank both holds and needs."""
-        return local_copies(self._core)
+
+        def local_copy(index: int) -> LocalCopy:
+            rank, tensor, box = self._core.local_copy(index)
+            return LocalCopy(rank, box, tensor)
+
+        return LazySequence(self._core.num_local_copies, local_copy)
 
     def __len__(self) -> int:
         """Number of messages."""
@@ -410,14 +388,14 @@ class Plan:
 
     def describe(self) -> str:
         """The plan in a screen of text: what moves, how, how fast, and what each host's NICs carry."""
-        from .text import describe
+        from .show import describe
 
         return describe(self)
 
     def draw(self, path: str | Path) -> None:
         """Draws the timeline of every NIC to a PNG, SVG or PDF file (needs matplotlib): one colour per task,
         the bound as a line."""
-        from .draw import draw
+        from .show import draw
 
         draw(self, path)
 
@@ -496,18 +474,8 @@ def plan(
         print(plan.describe())
         assert plan.lower_bound <= plan.makespan  # seconds
     """
-    if isinstance(dtype, str):
-        dtype = checks.dtype(dtype)
-    if topology is None:
-        topology = DEFAULT
-    if not isinstance(shape, tuple):
-        shape = checks.listed("shape", shape)
-    try:
-        key = (((shape, dtype, src, dst),), topology, Options(strategy, balance, chunk_bytes, seed))
-        found = lookup(key)
-    except TypeError:  # something that cannot be hashed, hence is not allowed: _make says what
-        found = None
-    return found or _make([(shape, dtype, src, dst)], topology, strategy, balance, chunk_bytes, seed)
+    problem = (shape if isinstance(shape, tuple) else checks.listed("shape", shape), dtype, src, dst)
+    return _planned([problem], topology, strategy, balance, chunk_bytes, seed)
 
 
 @typed_arguments()
@@ -543,34 +511,35 @@ def plan_many(
     ]
     if not listed:
         raise LayoutError("plan_many: an empty list; give at least one (shape, dtype, src, dst)")
-    if topology is None:
-        topology = DEFAULT
+    return _planned(listed, topology, strategy, balance, chunk_bytes, seed)
+
+
+def _planned(problems: Sequence[Any], topology: Topology | None, *options: Any) -> Plan:
+    """options: those of `Options`, as they were given."""
+    topology = DEFAULT if topology is None else topology
     try:
-        problem_keys = tuple((s, checks.dtype(d), a, b) for s, d, a, b in listed)
-        found = lookup((problem_keys, topology, Options(strategy, balance, chunk_bytes, seed)))
-    except (TypeError, ValueError):
+        keys = tuple((shape, checks.dtype(dtype), src, dst) for shape, dtype, src, dst in problems)
+        found = lookup((keys, topology, Options(*options)))
+    except (TypeError, ValueError):  # it cannot be hashed or read, hence is not allowed: the checks say what
         found = None
-    return found or _make(listed, topology, strategy, balance, chunk_bytes, seed)
-
-
-def _make(
-    problems: Sequence[Any],
-    topology: Topology,
-    strategy: str,
-    balance: str,
-    chunk_bytes: int | None,
-    seed: int,
-) -> Plan:
+    if found is not None:
+        return found
     checked = tuple(_checked_problem(i, p) for i, p in enumerate(problems))
     if not isinstance(topology, Topology):
         raise LayoutError(f"topology {checks.shown(topology)}: expected a meshcast.Topology or None")
-    options = Options(
-        checks.choice("strategy", strategy, STRATEGIES),
-        checks.choice("balance", balance, BALANCES),
-        None if chunk_bytes is None else checks.integer("chunk_bytes", chunk_bytes, 1, checks.MAX_INT64),
-        checks.integer("seed", seed, 0, (1 << 64) - 1),
+    valid = checked_options("", *options)
+    return insert((checked, topology, valid), Plan(checked, topology, valid))
+
+
+def checked_options(where: str, strategy: Any, balance: Any, chunk_bytes: Any, seed: Any) -> Options:
+    """where: the start of the options' names in errors."""
+    most = checks.MAX_INT64
+    return Options(
+        checks.choice(f"{where}strategy", strategy, STRATEGIES),
+        checks.choice(f"{where}balance", balance, BALANCES),
+        None if chunk_bytes is None else checks.integer(f"{where}chunk_bytes", chunk_bytes, 1, most),
+        checks.integer(f"{where}seed", seed, 0, (1 << 64) - 1),
     )
-    return insert((checked, topology, options), Plan(checked, topology, options))
 
 
 def _checked_problem(index: int, problem: Any) -> Problem:

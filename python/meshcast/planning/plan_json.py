@@ -25,7 +25,7 @@ from ..base.checks import Reader, read_json
 from ..errors import LayoutError
 from ..layout import Layout
 from ..topology import Topology
-from .plan import BALANCES, STRATEGIES, Options, Plan, Problem
+from .plan import Options, Plan, Problem, checked_options
 
 _FORMAT = "meshcast.plan/1"
 _HOP_COLUMNS = ("src", "dst", "chunk", "after", "reduce", "last_reduce", "start_ns", "finish_ns")
@@ -45,7 +45,9 @@ def from_json(source: str | Path) -> Plan:
     if not problems:
         raise LayoutError("plan.problems is empty: a plan moves at least one tensor")
     topology = Topology._read(reader.child("topology"))
-    options = _read_options(reader.child("options"))
+    given = reader.child("options")
+    options = checked_options("plan.options.", *(given.value(name) for name in Options._fields))
+    given.finish()
     result = reader.value("result")
     reader.finish()
     plan = Plan(problems, topology, options)
@@ -107,15 +109,3 @@ def _read_problem(reader: Reader) -> Problem:
     )
     reader.finish()
     return problem
-
-
-def _read_options(reader: Reader) -> Options:
-    chunk_bytes = reader.value("chunk_bytes")
-    options = Options(
-        checks.choice("plan.options.strategy", reader.value("strategy"), STRATEGIES),
-        checks.choice("plan.options.balance", reader.value("balance"), BALANCES),
-        None if chunk_bytes is None else reader.integer("chunk_bytes", 1, checks.MAX_INT64),
-        reader.integer("seed", 0, (1 << 64) - 1),
-    )
-    reader.finish()
-    return options

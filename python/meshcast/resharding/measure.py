@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from ..base import checks
-from ..base.gather import gather_facts, ranks_by_host
-from ..base.host import host_identity
+from ..base.settings import host_identity
 from ..layout import Layout
-from ..topology import Host, Nic, Topology
+from ..topology import Host, Nic, Topology, gather_facts, ranks_by_host
 from .reshard import reshard_local
 
 if TYPE_CHECKING:

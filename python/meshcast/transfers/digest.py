@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .. import _C
-from ..base.boxes import extents
+from ..base.boxes import piece_view
 
 if TYPE_CHECKING:
-    from ..base.boxes import Piece
+    from ..base.boxes import Piece, piece_view
     from ..layout import Box, Layout
 
 __all__ = ["added", "pieces_digest", "shard_digest", "values_digest"]
@@ -75,23 +75,12 @@ def pieces_digest(
     """Returns the digest of boxes in a local tensor, unsigned. The tensor is read once and not copied, except
     block by block where it is cast, is on a GPU, or is the conjugate of what is in memory."""
     kind = dtype or local.dtype
-    return added(_box_digest(_view(local, piece), piece[0], shape, kind) for piece in pieces)
+    return added(_box_digest(piece_view(local, piece), piece[0], shape, kind) for piece in pieces)
 
 
 def values_digest(local: torch.Tensor) -> int:
     """Returns the digest of a tensor by itself, unsigned."""
     return _box_digest(local, tuple((0, size) for size in local.shape), local.shape, local.dtype)
-
-
-def _view(local: torch.Tensor, piece: Piece) -> torch.Tensor:
-    box, at, axes, steps = piece
-    if not axes and local.ndim == len(box):
-        for dim, ((low, high), begin) in enumerate(zip(box, at, strict=True)):
-            local = local.narrow(dim, begin, high - low)
-        return local
-    strides = [local.stride(axis) * step if step else 0 for axis, step in zip(axes, steps, strict=True)]
-    first = sum(index * stride for index, stride in zip(at, local.stride(), strict=True))
-    return local.as_strided(extents(box), strides, local.storage_offset() + first)
 
 
 def _box_digest(part: torch.Tensor, box: Box, shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -16,8 +16,8 @@ import torch
 
 from .. import _C
 from ..base import settings
-from ..base.host import host_identity
 from ..base.observe import log
+from ..base.settings import host_identity
 from ..base.wire import pack, unpack
 from ..errors import AbortedError, Caller, LayoutError, MeshcastError
 from ..groups.private import PrivateGroup

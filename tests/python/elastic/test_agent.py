@@ -70,7 +70,7 @@ def test_too_few_end_the_others() -> None:
     with pytest.raises(ChildFailedError) as raised:
         agent.run()
     assert raised.value.failures[0].exitcode == 4
-    pids = [agent._here.pid(name) for name in agent._workers]
+    pids = [agent._here.pid(worker) for worker in agent._here._processes]
     assert not any(map(lives, pids))
 
 
@@ -96,7 +96,7 @@ def test_a_signal_ends_what_workers_started_too(tmp_path: Path) -> None:
     with pytest.raises(SignalException):
         agent.run()
     thread.join()
-    pids = [agent._here.pid(name) for name in agent._workers]
+    pids = [agent._here.pid(worker) for worker in agent._here._processes]
     pids += map(int, lines(tmp_path / "log"))
     until(lambda: not any(map(lives, pids)), "all are to end")
 
@@ -119,6 +119,15 @@ def test_a_signal_while_a_worker_starts_ends_it(monkeypatch: pytest.MonkeyPatch)
     assert not lives(started[0])
 
 
+def worker(name: str) -> meet.Worker:
+    """Such as 1.0."""
+    return meet.Worker(*map(int, name.split(".")))
+
+
+def workers(*names: str) -> list[meet.Worker]:
+    return list(map(worker, names))
+
+
 class Played:
     """An agent whose workers sleep, while the test says what they would."""
 
@@ -137,27 +146,28 @@ class Played:
 
     def ready(self, *names: str) -> None:
         for name in names:
-            until(lambda name=name: name in self.agent._workers, f"worker {name}")
-            meet.tell(self.store, meet.ready_key(name), True)
+            until(lambda name=name: worker(name) in self.agent._living, f"worker {name}")
+            meet.post(self.store, meet.Ready(), worker(name))
 
     def kill(self, *names: str) -> None:
         for name in names:
-            os.kill(self.agent._here.pid(name), signal.SIGKILL)
+            os.kill(self.agent._here.pid(worker(name)), signal.SIGKILL)
 
     def call(self, number: int) -> meet.Call:
-        return meet.Call(*until(lambda: meet.found(self.store, meet.call_key(number)), f"call {number}"))
+        return until(lambda: meet.found(self.store, meet.Call, number), f"call {number}")
 
     def come(self, number: int, **versions: tuple[int, int] | None) -> None:
         """w1_0 is worker 1.0."""
         for name, version in versions.items():
-            meet.tell(self.store, meet.version_key(number, name[1:].replace("_", ".")), [version])
+            arrival = meet.Arrival(None if version is None else meet.Version(*version))
+            meet.post(self.store, arrival, number, worker(name[1:].replace("_", ".")))
 
     def start(self, number: int) -> meet.Start:
-        return meet.Start(*until(lambda: meet.found(self.store, meet.start_key(number)), f"start {number}"))
+        return until(lambda: meet.found(self.store, meet.Start, number), f"start {number}")
 
     def end(self, *names: str) -> None:
         last = max(self.agent._members)
-        self.store.set(meet.FINISHED, "")
+        meet.post(self.store, meet.Finished())
         assert self.call(last + 1) == meet.Call([], [])
         self.kill(*names)
         self.thread.join(60)
@@ -168,25 +178,27 @@ def test_survivors_are_called_at_once_and_the_new_worker_later() -> None:
     played = Played(1, 3, max_restarts=1, last_call=0.0)
     played.ready("0.0", "2.0", "1.0")
     first = played.call(1)
-    assert sorted(first.members) == ["0.0", "1.0", "2.0"]
+    assert sorted(first.members) == workers("0.0", "1.0", "2.0")
     assert not first.lost
     played.come(1, w0_0=None, w1_0=None)
     time.sleep(10 * FAST)
-    assert meet.found(played.store, meet.start_key(1)) is None, "one has not come"
+    assert meet.found(played.store, meet.Start, 1) is None, "one has not come"
     played.come(1, w2_0=None)
     start = played.start(1)
     assert start.version is None
     meet.connect(start.port)
     played.kill("1.0")
-    until(lambda: played.store.check([meet.broken_key(1)]), "word of the death")
+    until(lambda: meet.is_there(played.store, meet.Broken, 1), "word of the death")
     second = played.call(2)
-    assert second == meet.Call([name for name in first.members if name != "1.0"], ["1.0"])
+    assert second == meet.Call([each for each in first.members if str(each) != "1.0"], workers("1.0"))
     played.come(2, w0_0=(1, 4), w2_0=(1, 5))  # one knows that step 5 is committed
-    assert played.start(2)[1:] == ([1, 5], first.members)
+    start = played.start(2)
+    assert (start.version, start.previous) == ((1, 5), first.members)
     played.ready("1.1")
-    assert played.call(3) == meet.Call([*second.members, "1.1"], [])
+    assert played.call(3) == meet.Call([*second.members, worker("1.1")], [])
     played.come(3, w0_0=(2, 6), w2_0=(2, 6), w1_1=None)
-    assert played.start(3)[1:] == ([2, 6], second.members)
+    start = played.start(3)
+    assert (start.version, start.previous) == ((2, 6), second.members)
     played.end("0.0", "2.0", "1.1")
     assert played.agent.restarts == 1
     assert isinstance(played.error, ChildFailedError)  # they did not end by themselves
@@ -199,11 +211,11 @@ def test_a_death_while_they_meet_calls_another_rendezvous() -> None:
     played.come(1, w0_0=None, w1_0=None)
     played.kill("2.0")
     assert played.start(1).port == 0
-    assert played.call(2) == meet.Call([name for name in members if name != "2.0"], ["2.0"])
+    assert played.call(2) == meet.Call([each for each in members if str(each) != "2.0"], workers("2.0"))
     played.kill("0.0")
     played.thread.join(60)
     assert isinstance(played.error, ChildFailedError), "one is left, and two are needed"
-    assert not lives(played.agent._here.pid("1.0"))
+    assert not lives(played.agent._here.pid(worker("1.0")))
 
 
 def test_who_does_not_come_is_ended() -> None:
@@ -211,7 +223,7 @@ def test_who_does_not_come_is_ended() -> None:
     played.ready("0.0", "1.0")
     played.call(1)
     played.come(1, w0_0=None)
-    assert played.call(2) == meet.Call(["0.0"], ["1.0"])
+    assert played.call(2) == meet.Call(workers("0.0"), workers("1.0"))
     played.come(2, w0_0=None)
     assert played.start(2).port
     played.end("0.0")

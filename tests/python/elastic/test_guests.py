@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 from meshcast import Layout
-from meshcast.elastic.replicas import Guests, box_views
+from meshcast.base.boxes import piece_view
+from meshcast.elastic.replicas import Guests
 from meshcast.resharding.state_entries import Held
 from torch.distributed.tensor import Replicate, Shard
 
@@ -111,8 +112,9 @@ def test_boxes_are_found_in_local_tensors(boxes: list) -> None:
     parts = [full[tuple(slice(*side) for side in box)] for box in boxes]
     flat = len(boxes) > 1 and boxes[0][1] != boxes[1][1]
     local = torch.cat([part.reshape(-1) for part in parts]) if flat else torch.cat(parts)
-    views = box_views(layout, (5, 4), 1, local)
-    assert list(views) == boxes
-    for box, part in zip(boxes, parts, strict=True):
-        assert torch.equal(views[box], part)
-        assert views[box].untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    held = layout.pieces((5, 4))[1]
+    assert [box for box, *_ in held[1]] == boxes
+    for piece, part in zip(held[1], parts, strict=True):
+        view = piece_view(local, piece)
+        assert torch.equal(view, part)
+        assert view.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()

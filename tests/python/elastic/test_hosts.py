@@ -16,6 +16,7 @@ from pathlib import Path
 import meshcast
 import pytest
 import torch.distributed as dist
+from meshcast.elastic import rendezvous as meet
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -221,8 +222,8 @@ def test_an_agent_that_listens_already_is_waited_for(agents: Agents) -> None:
     time.sleep(0.5)  # ten looks for the mark
     store.set("elastic/hosts", "1")
     store.set("elastic/agent", "none")
-    until(lambda: store.check(["elastic/host/1/hello"]), "its first word")
-    store.set("elastic/host/1/welcome", '"not today"')
+    until(lambda: meet.is_there(store, meet.Hello, 1), "its first word")
+    meet.post(store, meet.Welcome("not today"), 1)
     status, errors = agents.over(late)
     assert status == 1
     assert "does not take this host: not today" in errors

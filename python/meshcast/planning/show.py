@@ -1,22 +1,26 @@
-"""The picture of a plan: when each NIC sends and receives, one colour per task, the lower bound as a line."""
+"""The text form of a plan, and its picture: when each NIC sends and receives, one colour per task, the lower
+bound as a line."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base import checks
+from ..base.boxes import box_text
 from ..errors import LayoutError, MeshcastError
-from .text import ranks_text, size_text, time_text
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from ..layout import Layout
-    from .plan import Plan
+    from .plan import Plan, Problem
 
+_UNITS = (("s", 1.0), ("ms", 1e3), ("us", 1e6))
+_SHOWN = 8  # rows of a table before it is cut short
 _SUFFIXES = (".png", ".svg", ".pdf")
 _MAX_ROWS = 48  # NICs drawn; further ones are counted below the picture
 _MAX_BARS = 1500  # per row; finer detail than a pixel is sampled
@@ -34,6 +38,101 @@ _PALETTE = (
     "#77aadd",
     "#666677",
 )
+
+
+def describe(plan: Plan) -> str:
+    """Describes what moves, how, how fast, and what each host's NICs carry."""
+    return "\n".join([*_head(plan), "", *_nics(plan), "", *_tasks(plan)])
+
+
+def size_text(nbytes: float) -> str:
+    """Bytes with a binary unit: 1.5 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if nbytes < 1024 or unit == "PiB":
+            break
+        nbytes /= 1024
+    return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.4g} {unit}"
+
+
+def time_text(seconds: float) -> str:
+    """Seconds with the unit that leaves few digits: 12.3 ms."""
+    unit, factor = _time_unit(seconds)
+    return f"{seconds * factor:.4g} {unit}"
+
+
+def _head(plan: Plan) -> list[str]:
+    lines = []
+    for problem in islice(plan.problems, _SHOWN):
+        lines.append(f"tensor       {_tensor(problem)}")
+        lines.append(f"  from       {problem.src!r}")
+        lines.append(f"  to         {problem.dst!r}")
+    if len(plan.problems) > _SHOWN:
+        lines.append(f"  ...        {len(plan.problems)} tensors")
+    sent = sum(plan.bytes_sent(rank) for rank in plan.ranks)
+    network = sum(plan.nic_bytes(host)[0] for host in range(len(plan.hosts)))
+    asked = plan.options.strategy
+    bound = f"{plan.ratio:.4g} x the lower bound of {time_text(plan.lower_bound)}"
+    filling = []
+    if plan.filling_bound > 1.005 * plan.lower_bound:
+        above = f"{plan.makespan / plan.filling_bound:.4g} x the {time_text(plan.filling_bound)}"
+        filling = [f"filling      {above} that no plan beats whose chunks are as large as these"]
+    lines += [
+        f"topology     {plan.topology!r}",
+        f"strategy     {plan.strategy}{'' if asked == plan.strategy else f' (chosen by {asked})'}",
+        f"makespan     {time_text(plan.makespan)}, {bound}",
+        "             (no plan is faster in which only holders and receivers of a box carry it)",
+        *filling,
+        f"traffic      {len(plan)} messages, {size_text(sent)} ({size_text(network)} between hosts)",
+        f"staging      {size_text(max(map(plan.peak_staging_bytes, plan.ranks)))} at most on one rank",
+        f"kept         {len(plan.local_copies)} local copies",
+        f"hash         {plan.hash}",
+    ]
+    return lines
+
+
+def _tensor(problem: Problem) -> str:
+    return f"{'x'.join(map(str, problem.shape)) or 'scalar'} {checks.dtype_name(problem.dtype)}"
+
+
+def _nics(plan: Plan) -> list[str]:
+    lines = ["host         out           in            busy out  busy in"]
+    hosts = plan.hosts
+    for index, host in islice(enumerate(hosts), _SHOWN):
+        out, received = plan.nic_bytes(index)
+        out_rate = sum(nic.out_rate for nic in host.nics)
+        in_rate = sum(nic.in_rate for nic in host.nics)
+        busy = [
+            nbytes / rate / plan.makespan if plan.makespan else 0.0
+            for nbytes, rate in ((out, out_rate), (received, in_rate))
+        ]
+        lines.append(
+            f"{index:<12} {size_text(out):<13} {size_text(received):<13} {busy[0]:>8.1%}  {busy[1]:>7.1%}"
+        )
+    if len(hosts) > _SHOWN:
+        lines.append(f"...          {len(hosts)} hosts")
+    return lines
+
+
+def _tasks(plan: Plan) -> list[str]:
+    lines = [f"{len(plan.tasks)} tasks"]
+    for index, task in islice(enumerate(plan.tasks), _SHOWN):
+        who = f"{ranks_text(task.holders)} -> {ranks_text(task.receivers)}"
+        lines.append(f"  {index:<4} {size_text(task.nbytes):<11} {who:<36} {box_text(task.box)}")
+    if len(plan.tasks) > _SHOWN:
+        lines.append(f"  ...  {len(plan.tasks)} tasks")
+    return lines
+
+
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    """Ascending ranks with runs joined: 0-3,8."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:_SHOWN])
+    return text if len(runs) <= _SHOWN else f"{text},... ({len(ranks)} ranks)"
 
 
 @dataclass
@@ -81,22 +180,14 @@ def _rows(plan: Plan) -> list[tuple[str, _LinkRow, _LinkRow]]:
     import numpy as np
 
     core = plan._core
-    columns = {
-        name: np.asarray(core.column(name))
-        for name in (
-            "hop_src",
-            "hop_dst",
-            "hop_chunk",
-            "start_ns",
-            "chunk_nbytes",
-            "chunk_begin",
-            "piece_task",
-        )
-    }
-    chunk = columns["hop_chunk"]
-    nbytes = columns["chunk_nbytes"][chunk].astype(np.float64)
-    task = columns["piece_task"][columns["chunk_begin"][chunk]].astype(np.int64)
-    start = columns["start_ns"] / 1e9
+
+    def column(name: str) -> NDArray[Any]:
+        return np.asarray(core.column(name))
+
+    chunk = column("hop_chunk")
+    nbytes = column("chunk_nbytes")[chunk].astype(np.float64)
+    task = column("piece_task")[column("chunk_begin")[chunk]].astype(np.int64)
+    start = column("start_ns") / 1e9
 
     size = max(plan.ranks) + 1
     host_of = np.full(size, -1)
@@ -106,7 +197,7 @@ def _rows(plan: Plan) -> list[tuple[str, _LinkRow, _LinkRow]]:
             if rank < size:
                 host_of[rank] = index
                 nic_of[rank] = position % len(host.nics)
-    src, dst = columns["hop_src"], columns["hop_dst"]
+    src, dst = column("hop_src"), column("hop_dst")
     crosses = host_of[src] != host_of[dst]
 
     def row(mask: Any, rate: int) -> _LinkRow:
@@ -235,8 +326,10 @@ def _titles(plan: Plan) -> tuple[str, str]:
     if len(plan.problems) > 1:
         return head, f"{len(plan.problems)} tensors, {nbytes}"
     problem = plan.problems[0]
-    tensor = f"{'x'.join(map(str, problem.shape)) or 'scalar'} {checks.dtype_name(problem.dtype)} ({nbytes})"
-    return head, f"{tensor}: {_mesh(problem.src)}  \N{RIGHTWARDS ARROW}  {_mesh(problem.dst)}"
+    return (
+        head,
+        f"{_tensor(problem)} ({nbytes}): {_mesh(problem.src)}  \N{RIGHTWARDS ARROW}  {_mesh(problem.dst)}",
+    )
 
 
 def _mesh(layout: Layout) -> str:
@@ -244,7 +337,7 @@ def _mesh(layout: Layout) -> str:
 
 
 def _time_unit(seconds: float) -> tuple[str, float]:
-    return ("s", 1.0) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
+    return next(each for each in _UNITS if seconds * each[1] >= 1 or each == _UNITS[-1])
 
 
 def _colour(index: int, count: int) -> Any:
