@@ -10,11 +10,10 @@ from typing import Any
 from ..base import checks
 from ..base.progress import Progress, track
 from ..errors import LayoutError
-from ..pages.page import write_timeline_page
-from ..pages.schedule_panels import panel_of_report
+from ..pages.page import panel_of, write_timeline_page
 from ..pipelining.orders import SCHEDULES
 from ..pipelining.simulate import SimulationReport, simulate
-from ..pipelining.trace import draw_panels, format_timeline, panel_of
+from ..pipelining.trace import Timeline, draw_timelines, format_timeline
 from ._values import PICTURES, integer, named, output_file, times
 
 _MOST = 4096  # stages and micro-batches
@@ -95,10 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
         reports = [(f"{arguments.schedule}, {stages} stages, {microbatches} micro-batches", report)]
     if arguments.draw is not None:
         with named("--draw"), Progress("drawing"):
-            draw_panels([panel_of(title, report) for title, report in reports], arguments.draw)
+            draw_timelines([Timeline.simulated(*each) for each in reports], arguments.draw)
     if arguments.html is not None:
         with named("--html"):
-            panels = [panel_of_report(*each) for each in track(reports, "writing the page")]
+            panels = [panel_of(Timeline.simulated(*each)) for each in track(reports, "writing the page")]
             write_timeline_page(panels, f"{stages} stages, {microbatches} micro-batches", arguments.html)
     return 0
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..base.progress import Progress, track
 from ..errors import LayoutError
-from ..pages.page import write_timeline_page
-from ..pages.schedule_panels import panel_of_events
-from ..pipelining.trace import Panel, bar_of, draw_panels, exposed_seconds, jobs_of_trace, read_trace
+from ..pages.page import panel_of, write_timeline_page
+from ..pipelining.trace import Timeline, draw_timelines, exposed_seconds, jobs_of_trace, read_trace
 from ._records import check_one_job
 from ._values import PICTURES, named, output_file
 
@@ -31,42 +32,47 @@ def run(arguments: argparse.Namespace) -> int:
         raise LayoutError("nothing to write: give --output, --html or --json")
     output_file("--output", arguments.output, PICTURES)
     output_file("--html", arguments.html)
-    events, jobs = [], []
+    spans, jobs = [], []
     for path in track(arguments.traces, "traces"):
         with named(str(path)):
-            events += read_trace(path)
+            spans += read_trace(path)
             jobs.append((str(path), jobs_of_trace(path)))
     check_one_job(jobs, "give the traces of one")
-    if not events:
+    if not spans:
         raise LayoutError("the traces hold no actions")
-    first = min(event.begin for event in events)
-    bars = [
-        bar_of(each.rank, each.name, (each.begin - first) * 1e3, (each.end - first) * 1e3) for each in events
-    ]
-    title = f"measured, {len(arguments.traces)} traces"
+    timeline = Timeline.measured(f"measured, {len(arguments.traces)} traces", spans)
     if arguments.output is not None:
         with named("--output"), Progress("drawing"):
-            draw_panels([Panel(title, bars, "ms")], arguments.output)
+            draw_timelines([timeline], arguments.output)
     if arguments.html is not None:
         with named("--html"), Progress("writing the page"):
-            write_timeline_page([panel_of_events(title, events)], "A step", arguments.html)
-    end = max(bar.end for bar in bars)
-    exposed = exposed_seconds(events)
-    figures = []
-    for rank in sorted({bar.rank for bar in bars}):
-        mine = [bar for bar in bars if bar.rank == rank]
-        waits = sum(bar.end - bar.start for bar in mine if bar.kind == "wait")
-        work = sum(bar.end - bar.start for bar in mine if bar.kind in ("F", "B", "I", "W"))
-        mine_exposed = exposed.get(rank, 0.0) * 1e3
-        figures.append(
-            {"rank": rank, "total_ms": end, "compute_ms": work, "wait_ms": waits, "exposed_ms": mine_exposed}
-        )
-        line = (
-            f"rank {rank}: computes {work / end:.1%}, waits for values {waits / end:.1%}, for values on "
-            f"their way {mine_exposed / end:.1%} of {end:.3g} ms"
-        )
-        if not arguments.json:
-            print(line)
+            write_timeline_page([panel_of(timeline)], "A step", arguments.html)
+    figures = _figures(timeline, exposed_seconds(spans))
     if arguments.json:
         print(json.dumps(figures, indent=2))
+        return 0
+    for each in figures:
+        end = each["total_ms"]
+        print(
+            f"rank {each['rank']}: computes {each['compute_ms'] / end:.1%}, waits for values "
+            f"{each['wait_ms'] / end:.1%}, for values on their way {each['exposed_ms'] / end:.1%} of "
+            f"{end:.3g} ms"
+        )
     return 0
+
+
+def _figures(timeline: Timeline, exposed: Mapping[int, float]) -> list[dict[str, Any]]:
+    """Returns what each rank did with its time."""
+    found = []
+    for rank in sorted({span.rank for span in timeline.spans}):
+        mine = [span for span in timeline.spans if span.rank == rank]
+        found.append(
+            {
+                "rank": rank,
+                "total_ms": timeline.end,
+                "compute_ms": sum(span.end - span.start for span in mine if span.action.kind.is_compute),
+                "wait_ms": sum(span.end - span.start for span in mine if span.action.kind.is_recv),
+                "exposed_ms": exposed.get(rank, 0.0) * 1e3,
+            }
+        )
+    return found

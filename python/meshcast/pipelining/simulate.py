@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -42,10 +42,10 @@ __all__ = [
     "AutoWarmup",
     "Budget",
     "SendModel",
-    "Simulation",
     "SimulationReport",
     "Span",
     "check_budget",
+    "most_held",
     "resolve_warmup",
     "simulate",
     "simulate_actions",
@@ -57,7 +57,8 @@ _TOLD = 4096  # events from one time that it is told how far this is to the next
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A compute action or a transfer (named by its SEND) and when it ran, in the unit of the times given."""
+    """An action of a rank and when it began and ended, simulated or measured: a compute action, a transfer
+    (named by its SEND), or the wait for a value (named by its RECV)."""
 
     rank: int
     action: Action
@@ -66,7 +67,7 @@ class Span:
 
 
 @dataclass(slots=True)
-class Simulation:
+class _Simulation:
     """One run. Arguments as `simulate_actions` explains them; results are the fields that it reads."""
 
     actions: Actions
@@ -77,8 +78,6 @@ class Simulation:
     tell: Callable[[float], None] | None = None  # is told, now and then, which part of the actions is done
     timeline: list[Span] = field(default_factory=list)
     transfers: list[Span] = field(default_factory=list)
-    peak_of_stage: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    peak_of_rank: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     exposed: float = 0.0  # time that ranks did nothing but wait for a value that was travelling
     _now: float = 0.0
     _step: dict[int, int] = field(default_factory=dict)
@@ -92,8 +91,6 @@ class Simulation:
     _arrived: set[Action] = field(default_factory=set)  # RECVs
     _held: dict[tuple[int, int, ActionKind], list[Action]] = field(default_factory=lambda: defaultdict(list))
     _link_free: dict[object, float] = field(default_factory=lambda: defaultdict(float))
-    _alive: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    _alive_on_rank: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     _numbered: int = 0
     # time, number, rank, RECV that arrived or None where a compute action ended
     _events: list[tuple[float, int, int, Action | None]] = field(default_factory=list)
@@ -121,7 +118,9 @@ class Simulation:
                 self.tell(sum(self._step.values()) / total)
             self._now, _, rank, receive = heapq.heappop(self._events)
             if receive is None:
-                self._finish(rank)
+                self._busy.discard(rank)
+                self._idle_since[rank] = self._now
+                self._step[rank] += 1
                 self._advance([rank])
             else:
                 self._arrived.add(receive)
@@ -166,25 +165,9 @@ class Simulation:
             left, came = max((self._travel[receive] for receive in needs), key=lambda times: times[1])
             self.exposed += max(0.0, came - max(begin, left))
         self.timeline.append(Span(rank, action, self._now, end))
-        if action.kind is ActionKind.F:
-            self._keep(rank, action.stage, 1)
         self._busy.add(rank)
         self._at(end, rank, None)
         return True
-
-    def _keep(self, rank: int, stage: int, count: int) -> None:
-        self._alive[stage] += count
-        self._alive_on_rank[rank] += count
-        self.peak_of_stage[stage] = max(self.peak_of_stage[stage], self._alive[stage])
-        self.peak_of_rank[rank] = max(self.peak_of_rank[rank], self._alive_on_rank[rank])
-
-    def _finish(self, rank: int) -> None:
-        action = self.actions[rank][self._step[rank]]
-        if action.kind in (ActionKind.B, ActionKind.W):
-            self._keep(rank, action.stage, -1)
-        self._busy.discard(rank)
-        self._idle_since[rank] = self._now
-        self._step[rank] += 1
 
     def _send(self, send: Action) -> bool:
         """False while the sender has to wait: for its receive to be posted, or for a free buffer."""
@@ -315,10 +298,8 @@ def resolve_warmup(
     def rate(eager: frozenset[int]) -> tuple[float, int]:
         counts = _warmups(eager, stages)
         actions = build("1F1B", stages, microbatches, warmup=counts, delay_weight_grad=delay_weight_grad)
-        run = Simulation(lower(actions, links), costs, False, False, None)
-        run.run()
         # Rounded: sums of the same times in another order must count as equal.
-        return round(max(span.end for span in [*run.timeline, *run.transfers]), 9), sum(counts)
+        return round(simulate_actions(lower(actions, links), costs).makespan, 9), sum(counts)
 
     hops = sorted(range(stages - 1), key=lambda hop: (-costs.of_transfer((hop, hop + 1)), hop))
     best, rated = frozenset[int](), rate(frozenset())
@@ -332,6 +313,29 @@ def resolve_warmup(
         if rate(best - {hop}) < rated:
             best, rated = best - {hop}, rate(best - {hop})
     return _warmups(best, stages)
+
+
+def most_held(row: Iterable[Action], held: Sequence[float], between: Sequence[float] | None = None) -> float:
+    """Returns the most that a rank holds at once for its backwards, whatever the times: its order decides.
+
+    Args:
+        row: actions of the rank.
+        held: for each stage, what it holds of a micro-batch from the forward to the backward of the weights.
+        between: for each stage, how much more it holds between I and W; None: nothing.
+    """
+    now = most = 0.0
+    for action in row:
+        stage, kind = action.stage, action.kind
+        if kind is ActionKind.F:
+            now += held[stage]
+        elif kind is ActionKind.I and between is not None:
+            now += between[stage]
+        most = max(most, now)
+        if kind is ActionKind.B:
+            now -= held[stage]
+        elif kind is ActionKind.W:
+            now -= held[stage] + (0 if between is None else between[stage])
+    return most
 
 
 def check_budget(budget: Budget, peaks: Sequence[int]) -> None:
@@ -490,7 +494,7 @@ def simulate_actions(
     tell: is told, now and then, which part is done."""
     if send_model not in ("buffered", "rendezvous"):
         raise ScheduleError(f'send_model is "buffered" or "rendezvous", found {send_model!r}')
-    done = Simulation(actions, costs, send_model == "rendezvous", shared_links, buffers, tell)
+    done = _Simulation(actions, costs, send_model == "rendezvous", shared_links, buffers, tell)
     done.run()
     makespan = max((span.end for span in [*done.timeline, *done.transfers]), default=0.0)
     busy = dict.fromkeys(actions, 0.0)
@@ -501,11 +505,16 @@ def simulate_actions(
         ends[span.rank] = min(first, span.start), max(last, span.end)
     capacity = len(actions) * makespan
     order = sorted(actions)
+    of_stage: dict[int, list[Action]] = defaultdict(list)
+    for row in actions.values():
+        for action in row:
+            of_stage[action.stage].append(action)
+    ones = [1] * (max(of_stage, default=-1) + 1)  # a micro-batch counts as one, whatever its bytes
     return SimulationReport(
         makespan=makespan,
         bubble_fraction=1.0 - sum(busy.values()) / capacity if capacity else 0.0,
-        peak_activations=[done.peak_of_stage[stage] for stage in sorted(done.peak_of_stage)],
-        peak_of_ranks=[done.peak_of_rank[rank] for rank in order],
+        peak_activations=[int(most_held(of_stage[stage], ones)) for stage in sorted(of_stage)],
+        peak_of_ranks=[int(most_held(actions[rank], ones)) for rank in order],
         idle=[ends[rank][1] - ends[rank][0] - busy[rank] if rank in ends else 0.0 for rank in order],
         exposed_fraction=done.exposed / capacity if capacity else 0.0,
         timeline=sorted(done.timeline, key=lambda span: (span.start, span.rank)),

@@ -29,7 +29,7 @@ from ..pipelining.inference import local_values
 from ..pipelining.microbatch import Pieces
 from ..pipelining.orders import build
 from ..pipelining.schedules import PipelineScheduleMulti
-from ..pipelining.simulate import SimulationReport, resolve_warmup, simulate_actions
+from ..pipelining.simulate import SimulationReport, most_held, resolve_warmup, simulate_actions
 from ..pipelining.stage import PipelineStage
 
 __all__ = [
@@ -284,7 +284,7 @@ def _simulated(
     budgets: Sequence[float | None],
     after: Sequence[float],
 ) -> Candidate:
-    held = [_most_held(actions[rank], times) for rank in sorted(actions)]
+    held = [most_held(actions[rank], times.held, times.between) for rank in sorted(actions)]
     over = [rank for rank, limit in enumerate(budgets) if limit is not None and held[rank] > limit]
     why_not = ""
     if over:
@@ -300,23 +300,6 @@ def ended(report: SimulationReport, after: Sequence[float]) -> float:
     for span in report.timeline if any(after) else ():
         ends[span.rank] = max(ends[span.rank], span.end)
     return max([report.makespan, *map(sum, zip(ends, after, strict=True))])
-
-
-def _most_held(row: Sequence[Any], times: Times) -> float:
-    """Most bytes at once; a rank's order tells, whatever the times."""
-    now = most = 0.0
-    for action in row:
-        stage = action.stage
-        if action.kind is ActionKind.F:
-            now += times.held[stage]
-        elif action.kind is ActionKind.I:
-            now += times.between[stage]
-        most = max(most, now)
-        if action.kind is ActionKind.B:
-            now -= times.held[stage]
-        elif action.kind is ActionKind.W:
-            now -= times.held[stage] + times.between[stage]
-    return most
 
 
 _STEPS = 2  # that are measured, behind one that is not
@@ -412,10 +395,9 @@ def _step(schedule: _OneByOne, pieces: Pieces, loss_kwargs: Mapping[str, Any] | 
 def _read(schedule: _OneByOne, times: dict[tuple[ActionKind, int | Link], list[float]]) -> None:
     """From the trace of the last step."""
     assert schedule._runtime is not None
-    for name, category, begin, end in schedule._runtime.trace.events:
-        if category == "wait":
+    for action, begin, end in schedule._runtime.trace.events:
+        if action.kind.is_recv:  # the wait for a value
             continue
-        action = Action.parse(name)
         place: int | Link = action.stage if action.kind.is_compute else link_of(action)
         times.setdefault((action.kind, place), []).append(end - begin)
 
