@@ -52,7 +52,7 @@ TOP = {"", "__main__", "_version", "_build_check", "_build_info"}
 # What a face loads only when somebody asks for it.
 LAZY = {
     "planning.plan": {"planning.text", "planning.draw", "planning.plan_json"},
-    "pipelining": {"tuning.choose", "tuning.candidates", "tuning.partition"},
+    "pipelining": {"tuning.choose", "tuning.candidates", "tuning.partition", "tuning.search"},
     "pipelining.schedules": {"tuning.choose"},
 }
 # What the tree has come down to: it may become less, and these with it.

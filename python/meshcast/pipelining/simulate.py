@@ -456,7 +456,7 @@ def simulate(
         if stages is None or microbatches is None:
             raise ScheduleError(f"simulate({schedule!r}) needs stages and microbatches")
         check_size(stages, microbatches)
-        costs = Costs.of(max(stages, 0), forward, backward, weight, transfer)
+        costs = Costs.of(stages, forward, backward, weight, transfer)
         chosen = resolve_warmup(
             warmup, schedule, stages, microbatches, memory_budget, costs, links, delay_weight_grad
         )

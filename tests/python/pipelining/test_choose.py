@@ -20,7 +20,15 @@ from meshcast.pipelining import (
 )
 from meshcast.pipelining.action import ScheduleError
 from meshcast.pipelining.compat import order_of_torch
-from meshcast.tuning.candidates import Candidate, Times, best_of, candidates, counts_to_try, times_at
+from meshcast.tuning.candidates import (
+    Candidate,
+    Measured,
+    Times,
+    best_of,
+    candidates,
+    counts_to_try,
+    times_at,
+)
 from meshcast.tuning.choose import _together
 from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -152,14 +160,14 @@ def test_smaller_microbatches_are_on_the_line_through_two_sizes() -> None:
 
 
 def test_of_the_ranks_of_a_stage_the_slowest_counts_and_the_fullest() -> None:
-    def said(stage: int, forward: float, held: int, links: dict[str, float]) -> Any:
+    def said(stage: int, forward: float, held: int, links: dict[tuple[int, int], float]) -> Measured:
         numbers = {"F": forward, "B": 2 * forward, "I": forward, "W": forward, "held": held, "between": 1}
-        return {"stages": {str(stage): numbers}, "links": links}
+        return Measured({stage: numbers}, links)
 
     ranks = [
-        said(0, 1.0, 10, {"0>1": 0.1}),
-        said(1, 3.0, 20, {"0>1": 0.3}),
-        said(1, 2.0, 40, {"0>1": 0.2}),
+        said(0, 1.0, 10, {(0, 1): 0.1}),
+        said(1, 3.0, 20, {(0, 1): 0.3}),
+        said(1, 2.0, 40, {(0, 1): 0.2}),
         said(2, 1.0, 30, {}),
     ]
     for order in (ranks, ranks[::-1]):
