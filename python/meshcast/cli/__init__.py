@@ -1,10 +1,10 @@
-"""Command line: `python -m meshcast <command>`. Each command is a module here with add_arguments(parser) and
-run(arguments)."""
+"""Command line: `python -m meshcast <command>`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -14,14 +14,15 @@ from .._version import __version__
 from ..errors import LayoutError, MeshcastError
 
 _PROGRAM = "python -m meshcast"
-_COMMANDS = {
-    "plan": "plan the transfer of a tensor between two layouts and print it",
-    "bench": "measure reshard cases on the ranks that torchrun started",
-    "simulate": "simulate a pipeline schedule, or compare all of them",
-    "timeline": "draw the traces of a pipeline step",
-    "dump": "ask the ranks of a running job on this host for their flight records",
-    "explain": "explain a stuck or failed job from the flight records of its ranks",
-    "doctor": "print versions, backends, devices and what will not work here, and why",
+# Module and what it does. The module has NAME_arguments(parser) and run_NAME(arguments).
+COMMANDS = {
+    "plan": ("plan", "plan the transfer of a tensor between two layouts and print it"),
+    "bench": ("bench", "measure reshard cases on the ranks that torchrun started"),
+    "simulate": ("schedules", "simulate a pipeline schedule, or compare all of them"),
+    "timeline": ("schedules", "draw the traces of a pipeline step"),
+    "dump": ("records", "ask the ranks of a running job on this host for their flight records"),
+    "explain": ("records", "explain a stuck or failed job from the flight records of its ranks"),
+    "doctor": ("doctor", "print versions, backends, devices and what will not work here, and why"),
 }
 
 
@@ -29,26 +30,24 @@ class _Parser(argparse.ArgumentParser):
     """Bad input is one line on stderr and exit status 2, without the usage text around it."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message.removeprefix('argument ')}\n")
+        text = " ".join(message.removeprefix("argument ").split())
+        self.exit(2, f"{self.prog}: error: {text}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0 done, 1 failed, 2 bad input."""
     argv = sys.argv[1:] if argv is None else argv
     command = argv[0] if argv else ""
-    if command not in _COMMANDS:
-        parser = _Parser(
+    if command not in COMMANDS:
+        general = _Parser(
             prog=_PROGRAM, description=_description(), formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        parser.add_argument("--version", action="version", version=f"meshcast {__version__}")
-        parser.add_argument("command", choices=list(_COMMANDS), metavar="|".join(_COMMANDS))
-        parser.parse_args(argv)
-    module = importlib.import_module(f".{command}", __name__)
-    parser = _Parser(prog=f"{_PROGRAM} {command}", description=module.__doc__, allow_abbrev=False)
-    module.add_arguments(parser)
-    arguments = parser.parse_args(argv[1:])
+        general.add_argument("--version", action="version", version=f"meshcast {__version__}")
+        general.add_argument("command", choices=list(COMMANDS), metavar="|".join(COMMANDS))
+        general.parse_args(argv)
+    arguments = parser_of(command).parse_args(argv[1:])
     try:
-        status: int = module.run(arguments)
+        status: int = arguments.run(arguments)
         sys.stdout.flush()
     except LayoutError as error:
         return _complain(command, error, 2)
@@ -63,8 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """Returns the parser of a command, whose `run` is what runs it."""
+    module = importlib.import_module(f".{COMMANDS[command][0]}", __name__)
+    run = getattr(module, f"run_{command}")
+    parser = _Parser(prog=f"{_PROGRAM} {command}", description=inspect.getdoc(run), allow_abbrev=False)
+    getattr(module, f"{command}_arguments")(parser)
+    parser.set_defaults(run=run)
+    return parser
+
+
 def _description() -> str:
-    rows = "\n".join(f"  {name:<10} {summary}" for name, summary in _COMMANDS.items())
+    rows = "\n".join(f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items())
     return f"Cross-mesh resharding of tensors. Commands:\n{rows}\nEach explains its options with --help."
 
 

@@ -1,36 +1,29 @@
-"""Reads the flight records of the ranks of one job, and refuses what is none or belongs to another job.
-
-Finds in flight records of a job which ranks wait for which, where they part ways, and what came first.
-"""
+"""The commands `dump` and `explain`: flight records of the ranks of a job, which ranks wait for which, where
+they disagree, and what came first."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import re
+import signal
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..base import checks
+from ..base import checks, settings
 from ..base.checks import Reader, read_json
-from ..base.observe import FORMAT
-from ..base.progress import track
-from ..errors import LayoutError
+from ..base.observe import FORMAT, LISTENER
+from ..base.progress import Progress, track
+from ..errors import LayoutError, MeshcastError
+from ..pages.page import PageBar, PagePanel, write_timeline_page
 from ..planning.text import ranks_text
+from .arguments import named, output
 
-__all__ = [
-    "Dissent",
-    "Found",
-    "Made",
-    "Place",
-    "Record",
-    "Wait",
-    "check_one_job",
-    "find",
-    "read_records",
-]
+__all__ = ["check_one_job", "dump_arguments", "explain_arguments", "run_dump", "run_explain"]
 
 
 _NAMED = 4  # files of each job
@@ -424,3 +417,182 @@ def ranks_of(calls: Iterable[Made]) -> str:
     """ "rank 3" or "ranks 0-2,5"."""
     ranks = tuple(sorted(call.rank for call in calls))
     return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+
+
+_SHOWN = 32  # ranks that get lines of their own
+_DRAWN = 100  # calls of each rank on the page
+
+
+def explain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="DIR",
+        help="with files named *.rankN, which ranks write where MESHCAST_FLIGHT_RECORD says, "
+        "when a call fails, an exception ends the program, and on SIGUSR1",
+    )
+    parser.add_argument(
+        "--html", type=output(), metavar="FILE", help="write a page with the last calls over time"
+    )
+    parser.add_argument("--json", action="store_true", help="print the cause and the waits as JSON")
+
+
+def run_explain(arguments: argparse.Namespace) -> int:
+    """Explain a stuck or failed job from the flight records of its ranks: who waits for whom, the call that
+    ranks disagree on, and what came first."""
+    records = read_records(arguments.folder)
+    found = find(records)
+    text = "\n".join(_lines(records, found))
+    if arguments.html is not None:
+        with named("--html"):
+            panel = _panel(records)
+            with Progress("writing the page"):
+                write_timeline_page(
+                    [panel], f"Flight records in {arguments.folder.name}", arguments.html, text
+                )
+    if arguments.json:
+        waits = {
+            rank: {"call": wait.call.name, "at": wait.call.site, "for": list(wait.ranks)}
+            for rank, wait in found.waits.items()
+        }
+        silent = list(found.silent)
+        text = json.dumps({"cause": found.cause, "waits": waits, "without_record": silent}, indent=2)
+    print(text)
+    return 0
+
+
+def _panel(records: list[Record]) -> PagePanel:
+    """The last calls of each rank, in seconds from the first of them. A call that did not end goes on until
+    its record was written; one that was not waited for has its begin alone."""
+    drawn = [(row, record, call) for row, record in enumerate(records) for call in record.calls[-_DRAWN:]]
+    first = min((call.begun for _, _, call in drawn), default=0.0)
+    bars = []
+    for row, record, call in drawn:
+        kind = "late" if call.state == "not waited for" else call.state
+        seconds = record.written - call.begun if kind == "unfinished" else call.seconds or 0.0
+        begin = call.begun - first
+        text = f"{call.name}: {call.state}, at {call.site}"
+        number = "" if call.place is None else str(call.place[3])
+        bars.append(PageBar(row, kind, begin, begin + max(0.0, seconds), number, text))
+    end = max((bar.end for bar in bars), default=0.0)
+    rows = [f"rank {record.rank}" for record in records]
+    return PagePanel(f"The last {_DRAWN} calls of each rank", "s", rows, bars, end)
+
+
+def _lines(records: list[Record], found: Found) -> list[str]:
+    world = len(records) + len(found.silent)
+    none = f"; none of rank{'s' if len(found.silent) > 1 else ''} {ranks_text(found.silent)}"
+    lines = [f"{len(records)} records of {world} ranks{none if found.silent else ''}"]
+    shown_ranks = [record for record in records if record.rank in found.waits or record.exception]
+    for record in shown_ranks[:_SHOWN]:
+        lines += ["", *_rank(record, found)]
+    if len(shown_ranks) > _SHOWN:
+        lines += ["", f"... {len(shown_ranks)} ranks"]
+    others = [record for record in records if record not in shown_ranks]
+    for record in others[: _SHOWN if found.waits else 0]:
+        last = record.calls[-1] if record.calls else None
+        said = f"last call {last.name}, {last.state}" if last else "no calls"
+        where = f"its main thread is at {record.at or 'no line of Python'}"
+        lines += [
+            "",
+            f"rank {record.rank}: {said}; {'its program came to its end' if record.ended else where}",
+        ]
+    if found.dissent is not None:
+        lines += ["", f"the ranks disagree on {found.dissent.name}"]
+        for side in found.dissent.sides:
+            lines.append(f"  {ranks_of(side)}: {side[0].op}, {side[0].what}")
+            lines += [f"    at {site}" for site in sorted({call.site for call in side})]
+    lines += ["", f"first cause: {found.cause}" if found.cause else "no call failed or waits"]
+    return lines
+
+
+def _rank(record: Record, found: Found) -> list[str]:
+    wait = found.waits.get(record.rank)
+    lines = []
+    if wait is not None:
+        call = wait.call
+        lines.append(f"rank {record.rank}: {_state(record, call)}{_whom(wait.ranks, wait.here)}")
+        lines.append(f"  at {call.site}")
+        if call.what:
+            lines.append(f"  {call.what}")
+        if call.error:
+            lines.append(f"  {shown_error(call.error)}")
+    if record.exception is not None and (wait is None or wait.call.error != record.exception["error"]):
+        lines.append(f"rank {record.rank}: ended with {shown_error(record.exception['error'])}")
+        if record.exception.get("site"):
+            lines.append(f"  raised at {record.exception['site']}")
+    return lines
+
+
+def _state(record: Record, call: Made) -> str:
+    if call.state == "failed":
+        return f"{call.name} failed after {call.seconds or 0.0:.1f} s"
+    return f"in {call.name} for {max(0.0, record.written - call.begun):.1f} s"
+
+
+def _whom(ranks: tuple[int, ...], here: bool) -> str:
+    if ranks:
+        return f", waits for rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+    return "; all its ranks are in it" if here else ""
+
+
+def shown_error(text: str) -> str:
+    """The first line of an error, in one line of the output."""
+    line = text.partition("\n")[0]
+    return line if len(line) <= 400 else f"{line[:397]}..."
+
+
+_PROC = Path("/proc")
+
+
+def dump_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "processes", nargs="*", metavar="PID", help="ask these only (default: all that this user may signal)"
+    )
+
+
+def run_dump(arguments: argparse.Namespace) -> int:
+    """Ask the processes of a running job on this host to write their flight records.
+
+    Only processes that listen get the signal: those that imported meshcast with MESHCAST_FLIGHT_RECORD set.
+    """
+    listed = arguments.processes or [entry.name for entry in _PROC.iterdir() if entry.name.isdecimal()]
+    asked = []
+    for name in listed:
+        if not (name.isascii() and name.isdecimal()):
+            raise LayoutError(f"{checks.shown(name)}: expected the number of a process")
+        if _listens(int(name)):
+            os.kill(int(name), signal.SIGUSR1)
+            asked.append(int(name))
+        elif arguments.processes:
+            raise LayoutError(
+                f"process {name} does not listen: it has ended, is another user's, or was started without "
+                f"{settings.FLIGHT_RECORD.name}"
+            )
+    if not asked:
+        raise MeshcastError(
+            f"no process of this host listens: start the ranks with {settings.FLIGHT_RECORD.name}=DIR/NAME, "
+            "and they write their records to DIR"
+        )
+    for process in sorted(asked):
+        print(f"asked process {process} to write {_record_of(process)}")
+    return 0
+
+
+def _listens(process: int) -> bool:
+    """Returns True if a process has the thread that waits for the signal and may be signalled."""
+    try:
+        names = [(task / "comm").read_text().strip() for task in (_PROC / str(process) / "task").iterdir()]
+        os.kill(process, 0)
+    except OSError:  # it ended meanwhile, or belongs to another user
+        return False
+    return LISTENER in names
+
+
+def _record_of(process: int) -> str:
+    folder = _PROC / str(process)
+    variables = dict(
+        line.partition("=")[::2] for line in (folder / "environ").read_text(errors="replace").split("\0")
+    )
+    path = variables.get(settings.FLIGHT_RECORD.name, "?")  # "?": set by the program itself
+    return f"{(folder / 'cwd').readlink() / path}.rank{variables.get('RANK', '0')}"
