@@ -30,36 +30,41 @@ class _Parser(argparse.ArgumentParser):
     """Bad input is one line on stderr and exit status 2, without the usage text around it."""
 
     def error(self, message: str) -> NoReturn:
-        text = " ".join(message.removeprefix("argument ").split())
-        self.exit(2, f"{self.prog}: error: {text}\n")
+        raise LayoutError(message.removeprefix("argument "))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0 done, 1 failed, 2 bad input."""
     argv = sys.argv[1:] if argv is None else argv
-    command = argv[0] if argv else ""
-    if command not in COMMANDS:
-        general = _Parser(
-            prog=_PROGRAM, description=_description(), formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        general.add_argument("--version", action="version", version=f"meshcast {__version__}")
-        general.add_argument("command", choices=list(COMMANDS), metavar="|".join(COMMANDS))
-        general.parse_args(argv)
-    arguments = parser_of(command).parse_args(argv[1:])
+    program = _PROGRAM
     try:
+        if not argv or argv[0] not in COMMANDS:
+            _general().parse_args(argv)
+        program = f"{_PROGRAM} {argv[0]}"
+        arguments = parser_of(argv[0]).parse_args(argv[1:])
         status: int = arguments.run(arguments)
         sys.stdout.flush()
     except LayoutError as error:
-        return _complain(command, error, 2)
+        return _complain(program, error, 2)
     except MeshcastError as error:
-        return _complain(command, error, 1)
+        return _complain(program, error, 1)
     except BrokenPipeError:  # the reader, `head` for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # of stdout: the disk is full, for one
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _complain(command, LayoutError(f"cannot write the output: {error.strerror}"), 1)
+        return _complain(program, LayoutError(f"cannot write the output: {error.strerror}"), 1)
     return status
+
+
+def _general() -> argparse.ArgumentParser:
+    rows = "\n".join(f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items())
+    text = f"Cross-mesh resharding of tensors. Commands:\n{rows}\nEach explains its options with --help."
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog=_PROGRAM, description=text, formatter_class=raw)
+    parser.add_argument("--version", action="version", version=f"meshcast {__version__}")
+    parser.add_argument("command", choices=list(COMMANDS), metavar="|".join(COMMANDS))
+    return parser
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
@@ -72,11 +77,6 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _description() -> str:
-    rows = "\n".join(f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items())
-    return f"Cross-mesh resharding of tensors. Commands:\n{rows}\nEach explains its options with --help."
-
-
-def _complain(command: str, error: Exception, status: int) -> int:
-    print(f"{_PROGRAM} {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+def _complain(program: str, error: Exception, status: int) -> int:
+    print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
     return status

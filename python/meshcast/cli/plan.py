@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -29,39 +30,19 @@ _TOPOLOGY: dict[str, Any] = {
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--shape",
-        required=True,
-        type=_shape,
-        metavar="N,N,...",
-        help="sizes of the tensor; '' for a scalar",
-    )
-    parser.add_argument(
-        "--dtype", required=True, type=_dtype, help="torch dtype by name: float32, bfloat16, int32, ..."
-    )
-    parser.add_argument(
-        "--src",
-        required=True,
-        type=_layout,
-        metavar="LAYOUT",
-        help="source: mesh, @ first rank, : a placement for each mesh dimension, e.g. "
+    required: Any = functools.partial(parser.add_argument, required=True)
+    required("--shape", type=_shape, metavar="N,N,...", help="sizes of the tensor; '' for a scalar")
+    required("--dtype", type=_dtype, help="torch dtype by name: float32, bfloat16, int32, ...")
+    source = (
+        "source: mesh, @ first rank, : a placement for each mesh dimension, e.g. "
         "2x4:Shard(0),Replicate(); or S and R for each tensor dimension, e.g. 2x4:S0RR, where mesh "
-        'dimension 0 shards tensor dimension 0; or boxes by rank, e.g. {"0": [[[0, 4], [0, 8]]]}',
+        'dimension 0 shards tensor dimension 0; or boxes by rank, e.g. {"0": [[[0, 4], [0, 8]]]}'
     )
-    parser.add_argument(
-        "--dst",
-        required=True,
-        type=_layout,
-        metavar="LAYOUT",
-        help="destination, e.g. 3x4@8:Shard(0),Replicate()",
-    )
-    group = parser.add_argument_group("topology")
-    group.add_argument(
-        "--topology",
-        type=_topology,
-        metavar="FILE",
-        help="JSON of Topology.to_json; excludes the options below",
-    )
+    for option, text in (("--src", source), ("--dst", "destination, e.g. 3x4@8:Shard(0),Replicate()")):
+        required(option, type=_layout, metavar="LAYOUT", help=text)
+    add = parser.add_argument_group("topology").add_argument
+    text = "JSON of Topology.to_json; excludes the options below"
+    add("--topology", type=Path, metavar="FILE", help=text)
     for name, metavar, text in (
         ("ranks_per_host", "N", "consecutive ranks that share a host (default 8)"),
         ("nic_gbps", "RATE", "Gbit/s of each NIC and direction (default 10)"),
@@ -69,46 +50,26 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         ("local_gbps", "RATE", "Gbit/s of a rank to its neighbours on the host (default 80)"),
         ("latency_us", "TIME", "fixed cost of a hop in microseconds (default 20)"),
     ):
-        group.add_argument(_option(name), type=_topology_part(name), metavar=metavar, help=text)
-    group = parser.add_argument_group("planning")
-    group.add_argument(
-        "--strategy",
-        default="auto",
-        type=choice(STRATEGIES),
-        help=f"{', '.join(STRATEGIES)} (default auto)",
-    )
-    group.add_argument(
-        "--balance",
-        default="greedy",
-        type=choice(BALANCES),
-        help=f"of broadcast: {', '.join(BALANCES)} (default greedy)",
-    )
-    group.add_argument(
-        "--chunk-bytes",
-        type=_integer(1, checks.MAX_INT64),
-        metavar="N",
-        help="pipelining grain (default: chosen by the cost model)",
-    )
-    group.add_argument(
-        "--seed",
-        type=_integer(0, (1 << 64) - 1),
-        default=0,
-        metavar="N",
-        help="of the random rounds of greedy (default 0)",
-    )
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--draw", type=output(PICTURES), metavar="FILE", help="write the timeline as .png, .svg or .pdf"
-    )
-    group.add_argument(
-        "--html", type=output(), metavar="FILE", help="write a page with hosts, NICs and chunks on their way"
-    )
-    group.add_argument("--json", action="store_true", help="print the plan as JSON instead of text")
-    group.add_argument(
-        "--compare",
-        action="store_true",
-        help="print every strategy's makespan instead of one plan, as JSON with --json",
-    )
+        add(_option(name), type=_topology_part(name), metavar=metavar, help=text)
+    add = parser.add_argument_group("planning").add_argument
+    for option, allowed, default, of in (
+        ("--strategy", STRATEGIES, "auto", ""),
+        ("--balance", BALANCES, "greedy", "of broadcast: "),
+    ):
+        text = f"{of}{', '.join(allowed)} (default {default})"
+        add(option, type=choice(allowed), default=default, help=text)
+    text = "pipelining grain (default: chosen by the cost model)"
+    add("--chunk-bytes", type=_integer(1, checks.MAX_INT64), metavar="N", help=text)
+    text = "of the random rounds of greedy (default 0)"
+    add("--seed", type=_integer(0, (1 << 64) - 1), default=0, metavar="N", help=text)
+    add = parser.add_argument_group("output").add_argument
+    text = "write the timeline as .png, .svg or .pdf"
+    add("--draw", type=output(PICTURES), metavar="FILE", help=text)
+    text = "write a page with hosts, NICs and chunks on their way"
+    add("--html", type=output(), metavar="FILE", help=text)
+    add("--json", action="store_true", help="print the plan as JSON instead of text")
+    text = "print every strategy's makespan instead of one plan, as JSON with --json"
+    add("--compare", action="store_true", help=text)
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -125,12 +86,14 @@ def run_plan(arguments: argparse.Namespace) -> int:
     for option, layout in (("--src", src), ("--dst", dst)):
         with named(option):
             layout.shards(shape)
-    topology = arguments.topology
     given = {name: getattr(arguments, name) for name in _TOPOLOGY if getattr(arguments, name) is not None}
-    if topology is None:
+    if arguments.topology is None:
         topology = Topology.uniform(**{**_TOPOLOGY, **given})
     elif given:
         raise LayoutError(f"{_option(next(iter(given)))}: not allowed with --topology, which sets it")
+    else:
+        with named("--topology"):
+            topology = Topology.from_json(arguments.topology)
 
     def made(strategy: str) -> Plan:
         options = strategy, arguments.balance, arguments.chunk_bytes, arguments.seed
@@ -171,7 +134,6 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 _dtype = reads(checks.dtype)
-_topology = reads(lambda path: Topology.from_json(Path(path)))
 
 
 def _integer(least: int, most: int) -> Callable[[str], int]:

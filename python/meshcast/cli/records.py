@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ..base import checks, settings
 from ..base.checks import Reader, read_json
@@ -86,6 +86,14 @@ class Made:
         return f"{self.op}{number}"
 
 
+class Raised(NamedTuple):
+    """An exception that ended a program. raised: when; site: the line, if that is known."""
+
+    error: str
+    raised: float
+    site: str
+
+
 @dataclass(frozen=True)
 class Record:
     """The record of one rank. jobs: ids, see check_one_job; job: what launchers call it; at: the line that
@@ -99,7 +107,7 @@ class Record:
     started: float
     written: float
     at: str
-    exception: dict[str, Any] | None
+    exception: Raised | None
     ended: bool
     calls: list[Made]
 
@@ -132,59 +140,67 @@ def _read(path: Path) -> Record:
         raise LayoutError(f"{where}: it has no format, as those of older versions; this one reads {FORMAT}")
     reader.expect_format(FORMAT)
     rank = reader.integer("rank", 0, checks.MAX_INT64)
-    fields: dict[str, Any] = parsed
-    for name in ("started", "written"):
-        _expect(fields.get(name), _NUMBER, f"{where}.{name}")
-    _expect(fields.get("calls"), list, f"{where}.calls")
-    exception = fields.get("exception")
-    if exception is not None:
-        _expect(exception, dict, f"{where}.exception")
-        _expect(exception.get("error"), str, f"{where}.exception.error")
-        _expect(exception.get("raised"), _NUMBER, f"{where}.exception.raised")
-    world = fields.get("world")
-    jobs = fields.get("jobs", [])  # those of earlier versions have none
-    _expect(jobs, list, f"{where}.jobs")
+    fields = _Fields(parsed, where)
+    exception = None
+    if parsed.get("exception") is not None:
+        raised = _Fields(parsed["exception"], f"{where}.exception")
+        exception = Raised(raised.get("error", str), raised.get("raised", _NUMBER), _site(raised.at("site")))
+    world = fields.at("world")
+    jobs = fields.get("jobs", list, [])  # those of earlier versions have none
     for at, each in enumerate(jobs):
         _expect(each, str, f"{where}.jobs[{at}]")
     return Record(
-        rank,
-        world if isinstance(world, int) else None,
-        str(fields.get("job") or ""),
-        jobs,
-        path,
-        fields["started"],
-        fields["written"],
-        _site(fields.get("at")),
-        None if exception is None else {**exception, "site": _site(exception.get("site"))},
-        fields.get("ended") is True,  # records of earlier versions do not have it
-        [_made(call, rank, f"{where}.calls[{at}]") for at, call in enumerate(fields["calls"])],
+        rank=rank,
+        world=world if isinstance(world, int) else None,
+        job=str(fields.at("job") or ""),
+        jobs=jobs,
+        path=path,
+        started=fields.get("started", _NUMBER),
+        written=fields.get("written", _NUMBER),
+        at=_site(fields.at("at")),
+        exception=exception,
+        ended=fields.at("ended") is True,  # records of earlier versions do not have it
+        calls=[
+            _made(call, rank, f"{where}.calls[{at}]") for at, call in enumerate(fields.get("calls", list))
+        ],
     )
 
 
 def _made(call: Any, rank: int, where: str) -> Made:
-    _expect(call, dict, where)
-    for name in ("op", "what", "group", "within"):
-        _expect(call.get(name), str, f"{where}.{name}")
-    checks.choice(f"{where}.state", call.get("state"), _STATES)
-    _expect(call.get("begun"), _NUMBER, f"{where}.begun")
-    _expect(call.get("ranks"), list, f"{where}.ranks")
-    ranks = tuple(checks.integer(f"{where}.ranks", each, 0, checks.MAX_INT64) for each in call["ranks"])
-    lane, position, seconds = call.get("lane"), call.get("position"), call.get("seconds")
+    fields = _Fields(call, where)
+    group, within = fields.get("group", str), fields.get("within", str)
+    listed = fields.get("ranks", list)
+    ranks = tuple(checks.integer(f"{where}.ranks", each, 0, checks.MAX_INT64) for each in listed)
+    lane, position, seconds, peer = map(fields.at, ("lane", "position", "seconds", "peer"))
     counted = isinstance(lane, int) and isinstance(position, int)
     return Made(
-        rank,
-        call["op"],
-        call["what"],
-        call["state"],
-        _site(call.get("site")) or "no line of the program, since autograd or a thread made it",
-        call["begun"],
-        seconds if isinstance(seconds, _NUMBER) else None,
-        call["group"],
-        ranks,
-        (call["within"], ranks, lane, position) if counted else None,
-        str(call.get("error") or ""),
-        call["peer"] if isinstance(call.get("peer"), int) else None,
+        rank=rank,
+        op=fields.get("op", str),
+        what=fields.get("what", str),
+        state=checks.choice(f"{where}.state", fields.at("state"), _STATES),
+        site=_site(fields.at("site")) or "no line of the program, since autograd or a thread made it",
+        begun=fields.get("begun", _NUMBER),
+        seconds=seconds if isinstance(seconds, _NUMBER) else None,
+        group=group,
+        ranks=ranks,
+        place=(within, ranks, lane, position) if counted else None,
+        error=str(fields.at("error") or ""),
+        peer=peer if isinstance(peer, int) else None,
     )
+
+
+class _Fields:
+    """A JSON object in a flight record; `where` is its place there, for messages."""
+
+    def __init__(self, value: Any, where: str) -> None:
+        _expect(value, dict, where)
+        self.at = value.get
+        self._where = where
+
+    def get(self, name: str, kind: Any, default: Any = None) -> Any:
+        value = self.at(name, default)
+        _expect(value, kind, f"{self._where}.{name}")
+        return value
 
 
 def _site(text: Any) -> str:
@@ -203,9 +219,8 @@ def _check_one_job(records: list[Record]) -> None:
     for record in others:
         for name in ("world", "job"):
             mine, its = getattr(first, name), getattr(record, name)
-            by_id = (
-                first.jobs and record.jobs
-            )  # workers that were replaced, or came later, differ inside a job
+            # Workers that were replaced, or came later, differ inside a job.
+            by_id = first.jobs and record.jobs
             if mine != its and None not in (mine, its) and not by_id:
                 raise LayoutError(
                     f"{first.path.name} has {name} {checks.shown(mine, 120)}, {record.path.name} has "
@@ -322,14 +337,15 @@ def _cause(
     silent: tuple[int, ...],
     still: Sequence[Made],
 ) -> str:
-    own = [record for record in records.values() if record.exception and not _follows(_error(record))]
+    ends = [(each.exception, rank) for rank, each in records.items() if each.exception is not None]
+    own = [(end.raised, rank, end) for end, rank in ends if not end.error.startswith(_FOLLOW)]
     if own:
-        first = min(own, key=lambda record: record.exception["raised"])  # type: ignore[index]
-        where = first.exception.get("site") if first.exception else None
-        return f"rank {first.rank} ended with {_error(first)}{f', raised at {where}' if where else ''}"
+        _, rank, end = min(own, key=lambda each: each[:1])
+        where = f", raised at {end.site}" if end.site else ""
+        return f"rank {rank} ended with {_first_line(end.error)}{where}"
     failed = [call for call in still if call.state == "failed"]
     failed.sort(key=lambda call: call.begun + (call.seconds or 0.0))
-    refused = [call for call in failed if not _follows(call.error)]
+    refused = [call for call in failed if not call.error.startswith(_FOLLOW)]
     if refused:
         call = refused[0]
         return f"rank {call.rank} raised in {call.name}, at {call.site}: {_first_line(call.error)}"
@@ -399,14 +415,6 @@ def _circle(waits: dict[int, Wait]) -> list[int]:
             rank = next(iter(sorted(waits[rank].ranks, key=lambda other: other not in waits)), None)
         done.update(path)
     return []
-
-
-def _error(record: Record) -> str:
-    return _first_line(record.exception["error"]) if record.exception else ""
-
-
-def _follows(error: str) -> bool:
-    return error.startswith(_FOLLOW)
 
 
 def _first_line(text: str) -> str:
@@ -517,10 +525,10 @@ def _rank(record: Record, found: Found) -> list[str]:
             lines.append(f"  {call.what}")
         if call.error:
             lines.append(f"  {shown_error(call.error)}")
-    if record.exception is not None and (wait is None or wait.call.error != record.exception["error"]):
-        lines.append(f"rank {record.rank}: ended with {shown_error(record.exception['error'])}")
-        if record.exception.get("site"):
-            lines.append(f"  raised at {record.exception['site']}")
+    if record.exception is not None and (wait is None or wait.call.error != record.exception.error):
+        lines.append(f"rank {record.rank}: ended with {shown_error(record.exception.error)}")
+        if record.exception.site:
+            lines.append(f"  raised at {record.exception.site}")
     return lines
 
 
