@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from meshcast import Topology
-from meshcast.bench.calibrate import calibrate
+from meshcast.bench.measure import calibrate
 from meshcast.bench.report import overload
 from meshcast.pipelining import PipelineStage, get_schedule_class, simulate
 from meshcast.pipelining.action import ActionKind
@@ -268,8 +268,7 @@ def _seconds(spans: list[Span]) -> dict[str, list[float]]:
 
 def _peak(spans: list[Span]) -> int:
     """Returns the most micro-batches whose activations were held at once."""
-    ordered = [each.action for each in sorted(spans, key=lambda each: each.start)]
-    return int(most_held(ordered, [1] * (1 + max((each.stage for each in ordered), default=0))))
+    return int(most_held(each.action for each in sorted(spans, key=lambda each: each.start)))
 
 
 if __name__ == "__main__":

@@ -44,9 +44,10 @@ __all__ = [
     "SendModel",
     "SimulationReport",
     "Span",
+    "best_warmup",
     "check_budget",
     "most_held",
-    "resolve_warmup",
+    "scheduled",
     "simulate",
     "simulate_actions",
 ]
@@ -260,26 +261,42 @@ AutoWarmup = Warmup | Literal["auto"]
 Budget = int | Sequence[int] | None
 
 
-def resolve_warmup(
-    warmup: AutoWarmup | None,
+def scheduled(
     name: str,
+    stages: int,
+    microbatches: int,
+    costs: Costs,
+    links: Sequence[Link] | None,
+    *,
+    ranks: int | None = None,
+    warmup: AutoWarmup | None = None,
+    budget: Budget = None,
+    delay_weight_grad: bool = False,
+) -> Actions:
+    """Returns what `build` makes. warmup: "auto" is chosen by the costs, within the budget."""
+    if isinstance(warmup, str) and warmup == "auto":
+        if not spec_of(name).warmup_by_stage:
+            raise ScheduleError(
+                f'warmup="auto" chooses between 1F1B and Eager1F1B, {name} has no such choice'
+            )
+        warmup = best_warmup(stages, microbatches, budget, costs, links, delay_weight_grad)
+    return build(name, stages, microbatches, ranks=ranks, warmup=warmup, delay_weight_grad=delay_weight_grad)
+
+
+def best_warmup(
     stages: int,
     microbatches: int,
     budget: Budget,
     costs: Costs,
-    links: Sequence[Link] | None = None,
-    delay_weight_grad: bool = False,
-) -> Warmup | None:
-    """Returns the warm-up that `build` takes: for "auto" that of each stage, any other as it is.
+    links: Sequence[Link] | None,
+    delay_weight_grad: bool,
+) -> list[int]:
+    """Returns the warm-up of each stage that makes a step of 1F1B shortest.
 
     For stage i of n it is between n - i and 2(n - i) - 1, within the budget. Hops are tried in the order of
     their transfer times, slowest first; of equally long steps the one that holds the fewest micro-batches is
     taken. Raises ScheduleError if the budget is below what 1F1B holds.
     """
-    if not isinstance(warmup, str) or warmup != "auto":
-        return warmup
-    if not spec_of(name).warmup_by_stage:
-        raise ScheduleError(f'warmup="auto" chooses between 1F1B and Eager1F1B, {name} has no such choice')
     limits = _limits(budget, stages)
     for stage, limit in enumerate(limits):
         least = min(microbatches, stages - stage)
@@ -315,31 +332,48 @@ def resolve_warmup(
     return _warmups(best, stages)
 
 
-def most_held(row: Iterable[Action], held: Sequence[float], between: Sequence[float] | None = None) -> float:
+def most_held(
+    row: Iterable[Action],
+    held: Callable[[int], float] = lambda _: 1.0,
+    between: Callable[[int], float] = lambda _: 0.0,
+) -> float:
     """Returns the most that a rank holds at once for its backwards, whatever the times: its order decides.
 
     Args:
         row: actions of the rank.
-        held: for each stage, what it holds of a micro-batch from the forward to the backward of the weights.
-        between: for each stage, how much more it holds between I and W; None: nothing.
+        held: by stage, what it holds of a micro-batch from the forward to the backward of the weights.
+            Default: one, which counts micro-batches.
+        between: by stage, how much more it holds between I and W.
     """
     now = most = 0.0
     for action in row:
         stage, kind = action.stage, action.kind
         if kind is ActionKind.F:
-            now += held[stage]
-        elif kind is ActionKind.I and between is not None:
-            now += between[stage]
+            now += held(stage)
+        elif kind is ActionKind.I:
+            now += between(stage)
         most = max(most, now)
         if kind is ActionKind.B:
-            now -= held[stage]
+            now -= held(stage)
         elif kind is ActionKind.W:
-            now -= held[stage] + (0 if between is None else between[stage])
+            now -= held(stage) + between(stage)
     return most
 
 
-def check_budget(budget: Budget, peaks: Sequence[int]) -> None:
+def _peaks(actions: Mapping[int, Sequence[Action]]) -> list[int]:
+    """Returns for each stage the most micro-batches that it holds activations of."""
+    of_stage: dict[int, list[Action]] = defaultdict(list)
+    for row in actions.values():
+        for action in row:
+            of_stage[action.stage].append(action)
+    return [int(most_held(of_stage[stage])) for stage in sorted(of_stage)]
+
+
+def check_budget(budget: Budget, actions: Mapping[int, Sequence[Action]]) -> None:
     """Raises ScheduleError naming the stage that holds more micro-batches than it may."""
+    if budget is None:
+        return
+    peaks = _peaks(actions)
     for stage, (limit, peak) in enumerate(zip(_limits(budget, len(peaks)), peaks, strict=True)):
         if limit is not None and peak > limit:
             raise ScheduleError(
@@ -457,27 +491,26 @@ def simulate(
             raise ScheduleError(f"simulate({schedule!r}) needs stages and microbatches")
         check_size(stages, microbatches)
         costs = Costs.of(stages, forward, backward, weight, transfer)
-        chosen = resolve_warmup(
-            warmup, schedule, stages, microbatches, memory_budget, costs, links, delay_weight_grad
-        )
-        actions = build(
+        actions = scheduled(
             schedule,
             stages,
             microbatches,
+            costs,
+            links,
             ranks=ranks,
-            warmup=chosen,
+            warmup=warmup,
+            budget=memory_budget,
             delay_weight_grad=delay_weight_grad,
         )
-    lowered = lower(actions, links, ahead)
     report = simulate_actions(
-        lowered,
+        lower(actions, links, ahead),
         costs,
         send_model,
         shared_links=shared_links,
         buffers=buffers,
         tell=lambda part: tell(_LOWERED + (1.0 - _LOWERED) * part),
     )
-    check_budget(memory_budget, report.peak_activations)
+    check_budget(memory_budget, actions)
     return report
 
 
@@ -505,16 +538,11 @@ def simulate_actions(
         ends[span.rank] = min(first, span.start), max(last, span.end)
     capacity = len(actions) * makespan
     order = sorted(actions)
-    of_stage: dict[int, list[Action]] = defaultdict(list)
-    for row in actions.values():
-        for action in row:
-            of_stage[action.stage].append(action)
-    ones = [1] * (max(of_stage, default=-1) + 1)  # a micro-batch counts as one, whatever its bytes
     return SimulationReport(
         makespan=makespan,
         bubble_fraction=1.0 - sum(busy.values()) / capacity if capacity else 0.0,
-        peak_activations=[int(most_held(of_stage[stage], ones)) for stage in sorted(of_stage)],
-        peak_of_ranks=[int(most_held(actions[rank], ones)) for rank in order],
+        peak_activations=_peaks(actions),
+        peak_of_ranks=[int(most_held(actions[rank])) for rank in order],
         idle=[ends[rank][1] - ends[rank][0] - busy[rank] if rank in ends else 0.0 for rank in order],
         exposed_fraction=done.exposed / capacity if capacity else 0.0,
         timeline=sorted(done.timeline, key=lambda span: (span.start, span.rank)),

@@ -253,21 +253,16 @@ class RecentTimes:
     def times(self) -> dict[int, StageTimes]:
         """The median of the steps, by stage; empty before there is one."""
         stages = sorted({stage for step in self._steps for stage in step})
-        return {stage: self._of(stage) for stage in stages}
+        return {stage: self._of([step[stage] for step in self._steps if stage in step]) for stage in stages}
 
-    def _of(self, stage: int) -> StageTimes:
-        steps = [step[stage] for step in self._steps if stage in step]
+    @staticmethod
+    def _of(steps: Sequence[dict[ActionKind, float]]) -> StageTimes:
+        def middle(*kinds: ActionKind) -> float:
+            return float(median(sum(step.get(kind, 0.0) for kind in kinds) for step in steps))
+
         split = any(ActionKind.W in step for step in steps)
-        kinds = (ActionKind.B, ActionKind.I, ActionKind.W)
-        return StageTimes(
-            _median([step.get(ActionKind.F, 0.0) for step in steps]),
-            _median([sum(step.get(kind, 0.0) for kind in kinds) for step in steps]),
-            _median([step.get(ActionKind.W, 0.0) for step in steps]) if split else None,
-        )
-
-
-def _median(seconds: Sequence[float]) -> float:
-    return float(median(seconds))
+        backward = middle(ActionKind.B, ActionKind.I, ActionKind.W)
+        return StageTimes(middle(ActionKind.F), backward, middle(ActionKind.W) if split else None)
 
 
 class Mark(Protocol):
@@ -326,23 +321,14 @@ class GpuClock:
 _SUFFIXES = (".png", ".svg", ".pdf")
 # Hues that stay apart in print and under the common colour deficiencies. F, B, I and W by kind; of the second
 # and further stages of a rank a lighter tone.
-_COLOURS = {
-    "F": "#4477aa",
-    "B": "#ee8866",
-    "I": "#ddaa33",
-    "W": "#44aa99",
-    "wait": "#dddddd",
-    "SEND_F": "#88ccee",
-    "SEND_B": "#ffbb99",
-}
-_NAMES = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-    "wait": "waiting for a value",
-    "SEND_F": "sends activation",
-    "SEND_B": "sends gradient",
+_STYLES = {
+    "F": ("#4477aa", "forward"),
+    "B": ("#ee8866", "backward"),
+    "I": ("#ddaa33", "input gradient"),
+    "W": ("#44aa99", "weight gradient"),
+    "wait": ("#dddddd", "waiting for a value"),
+    "SEND_F": ("#88ccee", "sends activation"),
+    "SEND_B": ("#ffbb99", "sends gradient"),
 }
 _LABELLED = 700  # spans of a timeline that carry their micro-batch; more would not be legible
 
@@ -422,7 +408,7 @@ def draw_timelines(timelines: Sequence[Timeline], path: str | Path) -> None:
     for axes, timeline, count in zip(grid[:, 0], timelines, rows, strict=True):
         used |= _draw(axes, timeline, count, end)
     grid[-1, 0].set_xlabel(f"time{f' [{timelines[-1].unit}]' if timelines and timelines[-1].unit else ''}")
-    handles = [Patch(facecolor=_COLOURS[kind], label=_NAMES[kind]) for kind in _COLOURS if kind in used]
+    handles = [Patch(facecolor=tone, label=name) for kind, (tone, name) in _STYLES.items() if kind in used]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles) or 1, frameon=False)
     figure.savefig(path, dpi=140)
 
@@ -449,7 +435,7 @@ def _draw(axes: Any, timeline: Timeline, rows: int, end: float) -> set[str]:
             width=[span.end - span.start for span in spans],
             bottom=[span.rank + (0.33 if strip else -0.31) for span in spans],
             align="edge",
-            color=_lighter(_COLOURS[kind], tone),
+            color=_lighter(_STYLES[kind][0], tone),
             edgecolor="white",
             linewidth=0.4,
         )

@@ -29,7 +29,7 @@ from ..pipelining.inference import local_values
 from ..pipelining.microbatch import Pieces
 from ..pipelining.orders import build
 from ..pipelining.schedules import PipelineScheduleMulti
-from ..pipelining.simulate import most_held, resolve_warmup, simulate_actions
+from ..pipelining.simulate import best_warmup, most_held, simulate_actions
 from ..pipelining.stage import PipelineStage
 
 __all__ = [
@@ -267,12 +267,9 @@ def _warmup(
     ]
     try:
         # The steady state has begun by then, and the search simulates each hop.
-        found = resolve_warmup(
-            "auto", "1F1B", stages, min(count, 3 * stages), limits, times.costs(), links, delayed
-        )
+        found = best_warmup(stages, min(count, 3 * stages), limits, times.costs(), links, delayed)
     except ScheduleError:
         return None
-    assert isinstance(found, list)
     known = [[stages - stage for stage in range(stages)], [2 * (stages - s) - 1 for s in range(stages)]]
     return None if found in known else found
 
@@ -287,7 +284,10 @@ def rated(
 ) -> Candidate:
     """Returns the candidate with what its compute actions take and hold, by simulation. Arguments as
     `candidates` takes them."""
-    held = [most_held(actions[rank], times.held, times.between) for rank in sorted(actions)]
+    held = [
+        most_held(actions[rank], times.held.__getitem__, times.between.__getitem__)
+        for rank in sorted(actions)
+    ]
     over = [rank for rank, limit in enumerate(budgets) if limit is not None and held[rank] > limit]
     why_not = ""
     if over:
