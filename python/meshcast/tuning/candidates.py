@@ -29,20 +29,19 @@ from ..pipelining.inference import local_values
 from ..pipelining.microbatch import Pieces
 from ..pipelining.orders import build
 from ..pipelining.schedules import PipelineScheduleMulti
-from ..pipelining.simulate import best_warmup, most_held, simulate_actions
+from ..pipelining.simulate import SimulationReport, best_warmup, most_held, simulate_actions
 from ..pipelining.stage import PipelineStage
 
 __all__ = [
     "Candidate",
     "Measured",
+    "Placed",
     "Times",
     "as_before",
     "best_of",
-    "candidates",
     "counts_to_try",
     "kept_bytes",
     "measured",
-    "rated",
     "restored",
     "times_at",
 ]
@@ -83,6 +82,10 @@ class Times:
             ActionKind.W: self.weights,
         }
         return Costs(compute, self.transfer)
+
+    def simulated(self, actions: Actions) -> SimulationReport:
+        """Returns the step of these compute actions. The links between the stages are those with a time."""
+        return simulate_actions(lower(actions, sorted(self.transfer)), self.costs())
 
 
 def times_at(samples: float, known: Sequence[Times]) -> Times:
@@ -143,7 +146,7 @@ class Candidate:
 
 
 def counts_to_try(samples: int, ranks: int) -> list[int]:
-    """Numbers of micro-batches: as many as ranks of the schedule, and twice that again and again."""
+    """Returns numbers of micro-batches: as many as ranks of the schedule, and twice that again and again."""
     count = min(samples, ranks)
     found = []
     while count <= min(samples, _MOST_FOR_A_RANK * ranks):
@@ -152,46 +155,8 @@ def counts_to_try(samples: int, ranks: int) -> list[int]:
     return found
 
 
-def candidates(
-    rows: Sequence[Sequence[int]],
-    counts: Sequence[int],
-    samples: int,
-    known: Sequence[Times],
-    links: Sequence[Link] | None,
-    budgets: Sequence[float | None],
-    after: Sequence[float] = (),
-) -> list[Candidate]:
-    """Every schedule that runs these stages where they are, simulated for each number of micro-batches.
-
-    Args:
-        rows: the stages of each rank of the schedule, ranks in the order of their first stages.
-        counts: numbers of micro-batches. samples: of a batch.
-        known: of the sizes that were measured, smallest first.
-        budgets: bytes that each rank of the schedule may hold; None: any number.
-        after: seconds that each rank of the schedule needs behind its last action; empty: none.
-
-    Raises:
-        ScheduleError: no schedule has its stages like that.
-    """
-    found: list[Candidate] = []
-    for count in counts:
-        times = times_at(samples / count, known)
-        for name, options, actions in _orders(rows, count, times, links, budgets):
-            known_as = Candidate(name, count, options)
-            if isinstance(actions, str):
-                found.append(replace(known_as, why_not=actions))
-            else:
-                found.append(rated(known_as, actions, times, links, budgets, after))
-    if not found:
-        raise ScheduleError(
-            f"no schedule known here runs stages {[list(row) for row in rows]} together: it needs one stage "
-            "on each rank, stage s on rank s mod p, or stages s and 2p - 1 - s on rank s"
-        )
-    return found
-
-
 def best_of(found: Sequence[Candidate]) -> Candidate:
-    """The fastest; of those that are as fast within what can be measured the one that holds least, and of
+    """Returns the fastest; of those that are as fast within what can be measured the one that holds least; of
     these the first, which is the simplest. Raises ScheduleError with the reasons where none can run."""
     able = [each for each in found if not each.why_not]
     if not able:
@@ -202,103 +167,114 @@ def best_of(found: Sequence[Candidate]) -> Candidate:
     return min(alike, key=lambda each: max(each.held, default=0.0))
 
 
-_Order = tuple[str, dict[str, Any], "Actions | str"]
+_OF_TORCH = ("LoopedBFS", "InterleavedZeroBubble", "DualPipeV")  # orders that torch makes
 
 
-def _orders(
-    rows: Sequence[Sequence[int]],
-    count: int,
-    times: Times,
-    links: Sequence[Link] | None,
-    budgets: Sequence[float | None],
-) -> Iterator[_Order]:
-    """Name, options and actions of each schedule; instead of actions why there are none."""
-    ranks, stages = len(rows), sum(map(len, rows))
-    placed = [sorted(row) for row in rows]
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Stages where they run, and what their ranks allow.
 
-    def made(name: str, **options: Any) -> _Order:
-        known = {key: value for key, value in options.items() if value is not None and value is not False}
+    Attributes:
+        rows: the stages of each rank of the schedule, ranks in the order of their first stages.
+        budgets: bytes that each rank of the schedule may hold; None: any number.
+        after: seconds that each rank of the schedule needs behind its last action; empty: none.
+    """
+
+    rows: Sequence[Sequence[int]]
+    budgets: Sequence[float | None]
+    after: Sequence[float] = ()
+
+    def candidates(self, counts: Sequence[int], samples: int, known: Sequence[Times]) -> list[Candidate]:
+        """Returns every schedule that runs these stages where they are, simulated for each number of
+        micro-batches.
+
+        Args:
+            counts: numbers of micro-batches. samples: of a batch.
+            known: of the sizes that were measured, smallest first.
+
+        Raises:
+            ScheduleError: no schedule has its stages like that.
+        """
+        found: list[Candidate] = []
+        for count in counts:
+            times = times_at(samples / count, known)
+            for each, actions in self._orders(count, times):
+                found.append(each if each.why_not else self.rated(each, actions, times))
+        if not found:
+            raise ScheduleError(
+                f"no schedule known here runs stages {[list(row) for row in self.rows]} together: it needs "
+                "one stage on each rank, stage s on rank s mod p, or stages s and 2p - 1 - s on rank s"
+            )
+        return found
+
+    def rated(self, candidate: Candidate, actions: Actions, times: Times) -> Candidate:
+        """Returns the candidate with what its compute actions take and hold, by simulation."""
+        held, between = times.held.__getitem__, times.between.__getitem__
+        most = [most_held(actions[rank], held, between) for rank in sorted(actions)]
+        why_not = ""
+        for rank, (limit, own) in enumerate(zip(self.budgets, most, strict=True)):
+            if limit is not None and own > limit:
+                why_not = f"rank {rank} holds {own / 1e6:.4g} MB, budget {limit / 1e6:.4g} MB"
+                break
+        report = times.simulated(actions)
+        ends = [0.0] * len(self.after)
+        for span in report.timeline if any(self.after) else ():
+            ends[span.rank] = max(ends[span.rank], span.end)
+        seconds = max([report.makespan, *map(sum, zip(ends, self.after, strict=True))])
+        return replace(candidate, seconds=seconds, bubble=report.bubble_fraction, held=most, why_not=why_not)
+
+    def _orders(self, count: int, times: Times) -> Iterator[tuple[Candidate, Actions]]:
+        """Yields each schedule with its actions; one that has none says why."""
+        ranks, stages = len(self.rows), sum(map(len, self.rows))
+        placed = [sorted(row) for row in self.rows]
+
+        def made(name: str, **options: Any) -> tuple[Candidate, Actions]:
+            known = {key: value for key, value in options.items() if value}
+            try:
+                if name in _OF_TORCH:
+                    return Candidate(name, count), order_of_torch(name, stages, ranks, count)
+                placed_on = ranks if name == "Interleaved1F1B" else None
+                return Candidate(name, count, known), build(name, stages, count, ranks=placed_on, **known)
+            except (ValueError, AssertionError) as error:  # torch has no error of its own for it
+                return Candidate(name, count, known, why_not=str(error) or type(error).__name__), {}
+
+        if placed == [[stage] for stage in range(stages)]:
+            for delayed in (False, True):
+                yield made("GPipe", delay_weight_grad=delayed)
+                yield made("1F1B", delay_weight_grad=delayed)
+                if stages > 1:
+                    yield made("Eager1F1B", delay_weight_grad=delayed)
+                    between = self._warmup(count, times, delayed)
+                    if between is not None:
+                        yield made("1F1B", warmup=between, delay_weight_grad=delayed)
+            yield made("ZBH1")
+            yield made("ZBH2")
+        elif placed == [list(range(rank, stages, ranks)) for rank in range(ranks)]:
+            for delayed in (False, True):
+                for warmup in ("1f1b", "eager"):
+                    yield made("Interleaved1F1B", warmup=warmup, delay_weight_grad=delayed)
+            yield made("LoopedBFS")
+            yield made("InterleavedZeroBubble")
+        if placed == [[rank, stages - 1 - rank] for rank in range(ranks)]:
+            yield made("ZBV")
+            yield made("DualPipeV")
+
+    def _warmup(self, count: int, times: Times, delayed: bool) -> list[int] | None:
+        """Returns one between 1F1B and Eager1F1B that the budget allows; None where that is one of the two,
+        or nothing."""
+        stages = len(self.rows)
+        limits = [
+            count if budget is None or not held else max(1, min(count, int(budget // held)))
+            for budget, held in zip(self.budgets, times.held, strict=True)
+        ]
         try:
-            placed_on = ranks if name == "Interleaved1F1B" else None
-            return name, known, build(name, stages, count, ranks=placed_on, **known)
-        except ScheduleError as error:
-            return name, known, str(error)
-
-    def of_torch(name: str) -> _Order:
-        try:
-            return name, {}, order_of_torch(name, stages, ranks, count)
-        except (ValueError, AssertionError) as error:
-            return name, {}, str(error) or type(error).__name__
-
-    if placed == [[stage] for stage in range(stages)]:
-        for delayed in (False, True):
-            yield made("GPipe", delay_weight_grad=delayed)
-            yield made("1F1B", delay_weight_grad=delayed)
-            if stages > 1:
-                yield made("Eager1F1B", delay_weight_grad=delayed)
-                between = _warmup(stages, count, times, links, budgets, delayed)
-                if between is not None:
-                    yield made("1F1B", warmup=between, delay_weight_grad=delayed)
-        yield made("ZBH1")
-        yield made("ZBH2")
-    elif placed == [list(range(rank, stages, ranks)) for rank in range(ranks)]:
-        for delayed in (False, True):
-            for warmup in ("1f1b", "eager"):
-                yield made("Interleaved1F1B", warmup=warmup, delay_weight_grad=delayed)
-        yield of_torch("LoopedBFS")
-        yield of_torch("InterleavedZeroBubble")
-    if placed == [[rank, stages - 1 - rank] for rank in range(ranks)]:
-        yield made("ZBV")
-        yield of_torch("DualPipeV")
-
-
-def _warmup(
-    stages: int,
-    count: int,
-    times: Times,
-    links: Sequence[Link] | None,
-    budgets: Sequence[float | None],
-    delayed: bool,
-) -> list[int] | None:
-    """Between 1F1B and Eager1F1B, what the budget allows; None where that is one of the two, or nothing."""
-    limits = [
-        count if budget is None or not held else max(1, min(count, int(budget // held)))
-        for budget, held in zip(budgets, times.held, strict=True)
-    ]
-    try:
-        # The steady state has begun by then, and the search simulates each hop.
-        found = best_warmup(stages, min(count, 3 * stages), limits, times.costs(), links, delayed)
-    except ScheduleError:
-        return None
-    known = [[stages - stage for stage in range(stages)], [2 * (stages - s) - 1 for s in range(stages)]]
-    return None if found in known else found
-
-
-def rated(
-    candidate: Candidate,
-    actions: Actions,
-    times: Times,
-    links: Sequence[Link] | None,
-    budgets: Sequence[float | None],
-    after: Sequence[float],
-) -> Candidate:
-    """Returns the candidate with what its compute actions take and hold, by simulation. Arguments as
-    `candidates` takes them."""
-    held = [
-        most_held(actions[rank], times.held.__getitem__, times.between.__getitem__)
-        for rank in sorted(actions)
-    ]
-    over = [rank for rank, limit in enumerate(budgets) if limit is not None and held[rank] > limit]
-    why_not = ""
-    if over:
-        rank = over[0]
-        why_not = f"rank {rank} holds {held[rank] / 1e6:.4g} MB, budget {(budgets[rank] or 0.0) / 1e6:.4g} MB"
-    report = simulate_actions(lower(actions, links), times.costs())
-    ends = [0.0] * len(after)
-    for span in report.timeline if any(after) else ():
-        ends[span.rank] = max(ends[span.rank], span.end)
-    seconds = max([report.makespan, *map(sum, zip(ends, after, strict=True))])
-    return replace(candidate, seconds=seconds, bubble=report.bubble_fraction, held=held, why_not=why_not)
+            # The steady state has begun by then, and the search simulates each hop.
+            few = min(count, 3 * stages)
+            found = best_warmup(stages, few, limits, times.costs(), sorted(times.transfer), delayed)
+        except ScheduleError:
+            return None
+        known = [[stages - stage for stage in range(stages)], [2 * (stages - s) - 1 for s in range(stages)]]
+        return None if found in known else found
 
 
 _STEPS = 2  # that are measured, behind one that is not

@@ -34,10 +34,10 @@ from ..pipelining.stage import PipelineStage, check_kinds, current, group_of
 from .candidates import (
     Candidate,
     Measured,
+    Placed,
     Times,
     as_before,
     best_of,
-    candidates,
     counts_to_try,
     measured,
 )
@@ -392,7 +392,7 @@ class _Search:
             _together([each[count] for each in ranks], plan.samples / count, self._links)
             for count in sorted(plan.measured, reverse=True)
         ]
-        found = candidates(plan.rows, plan.counts, plan.samples, known, self._links, plan.budgets)
+        found = Placed(plan.rows, plan.budgets).candidates(plan.counts, plan.samples, known)
         return _Decision(found, found.index(best_of(found)), known)
 
 

@@ -31,15 +31,15 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from ..base.checks import shown, typed_arguments
 from ..errors import Caller, LayoutError
 from ..layout import Layout
-from ..pipelining.action import Link, ScheduleError, lower
+from ..pipelining.action import Actions, Link, ScheduleError
 from ..pipelining.orders import build, spec_of
 from ..pipelining.schedule import PipelineSchedule
 from ..pipelining.schedules import CLASSES
-from ..pipelining.simulate import SimulationReport, simulate_actions
+from ..pipelining.simulate import SimulationReport
 from ..pipelining.stage import PipelineStage
 from ..planning.plan import plan_many
 from ..topology import Topology
-from .candidates import Candidate, Times, best_of, candidates, kept_bytes, rated, restored
+from .candidates import Candidate, Placed, Times, best_of, kept_bytes, restored
 from .search import Cut, Layer, Search, Value, even, uses_of
 
 __all__ = ["Evaluator", "Layer", "Partition", "PlannedJob", "Value", "measured_layers", "partition"]
@@ -460,57 +460,48 @@ class Evaluator:
         1F1B, which holds less, where the eager one does not fit."""
         names = ["1F1B"] if len(cut.layers) == 1 else ["Eager1F1B", "1F1B"]
         for name in names if self.job.schedule is None else [self.job.schedule]:
-            rated = self._rated(cut, name)
-            if not rated.why_not:
-                return rated.seconds
+            found = self._rated(cut, name)
+            if not found.why_not:
+                return found.seconds
         return math.inf
 
     def best(self, cut: Cut) -> list[Candidate]:
         """Returns the schedules that there are for it, or the one that was asked for."""
         if self.job.schedule is not None:
             return [self._rated(cut, self.job.schedule)]
-        times, links = self.times(cut)
-        return candidates(
-            [[stage] for stage in range(len(cut.layers))],
-            [self.job.microbatches],
-            self.job.samples * self.job.microbatches,
-            [times],
-            links,
-            *self._limits(cut),
-        )
+        samples = self.job.samples * self.job.microbatches
+        return self._placed(cut).candidates([self.job.microbatches], samples, [self.times(cut)])
 
     def _rated(self, cut: Cut, name: str) -> Candidate:
         options = {"delay_weight_grad": True} if self.job.delay_weight_grad else {}
         candidate = Candidate(name, self.job.microbatches, options)
-        actions = build(name, len(cut.layers), self.job.microbatches, **options)
-        return rated(candidate, actions, *self.times(cut), *self._limits(cut))
+        return self._placed(cut).rated(candidate, self._actions(cut, candidate), self.times(cut))
 
-    def _limits(self, cut: Cut) -> tuple[list[float | None], list[float]]:
-        """Returns for each stage the bytes that a rank may hold, and the seconds behind its last action."""
+    def _placed(self, cut: Cut) -> Placed:
         stages = self.stages(cut)
         rooms = [None if self.job.memory is None else self._room(stage) for stage in stages]
-        return rooms, [stage.summed for stage in stages]
+        return Placed([[stage] for stage in range(len(stages))], rooms, [stage.summed for stage in stages])
+
+    def _actions(self, cut: Cut, candidate: Candidate) -> Actions:
+        return build(candidate.schedule, len(cut.layers), candidate.microbatches, **candidate.options)
 
     def report(self, cut: Cut, candidate: Candidate) -> SimulationReport:
         """Returns the step, without the sums of gradients."""
-        actions = build(candidate.schedule, len(cut.layers), candidate.microbatches, **candidate.options)
-        times, links = self.times(cut)
-        return simulate_actions(lower(actions, links), times.costs())
+        return self.times(cut).simulated(self._actions(cut, candidate))
 
-    def times(self, cut: Cut) -> tuple[Times, list[Link] | None]:
-        """Returns what the stages cost, and the links between them; None: each stage feeds the next."""
-        stages, transfers = self.stages(cut), self._transfers(cut)
-        times = Times(
+    def times(self, cut: Cut) -> Times:
+        """Returns what the stages cost."""
+        stages = self.stages(cut)
+        return Times(
             self.job.samples,
-            [stage.forward for stage in stages],
-            [stage.backward for stage in stages],
-            [stage.inputs for stage in stages],
-            [stage.backward - stage.inputs for stage in stages],
-            transfers,
-            [stage.held for stage in stages],
-            [0.0] * len(stages),
+            forward=[stage.forward for stage in stages],
+            backward=[stage.backward for stage in stages],
+            inputs=[stage.inputs for stage in stages],
+            weights=[stage.backward - stage.inputs for stage in stages],
+            transfer=self._transfers(cut),
+            held=[stage.held for stage in stages],
+            between=[0.0] * len(stages),
         )
-        return times, sorted(transfers) if transfers else None
 
     def _transfers(self, cut: Cut) -> dict[Link, float]:
         """Returns seconds of a micro-batch over each link."""
@@ -776,7 +767,7 @@ def _proposed(evaluator: Evaluator, counts: Sequence[int], ranks: int) -> Partit
         alternatives["one stage, data parallel"] = alternative(even(len(known), 1, ranks))
     if (most := min(len(known), ranks)) in counts:
         alternatives["as many stages as there can be"] = alternative(even(len(known), most, ranks))
-    times, _ = evaluator.times(cut)
+    times = evaluator.times(cut)
     return Partition(
         layers=cut.layer_ranges(),
         names=[[known[i].name for i in layers] for layers in cut.layer_ranges()],

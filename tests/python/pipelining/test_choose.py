@@ -23,9 +23,9 @@ from meshcast.pipelining.compat import order_of_torch
 from meshcast.tuning.candidates import (
     Candidate,
     Measured,
+    Placed,
     Times,
     best_of,
-    candidates,
     counts_to_try,
     times_at,
 )
@@ -49,7 +49,7 @@ def times(
 def found(
     rows: list[list[int]], counts: list[int], known: Times, budget: float | None = None
 ) -> list[Candidate]:
-    return candidates(rows, counts, max(counts), [known], None, [budget] * len(rows))
+    return Placed(rows, [budget] * len(rows)).candidates(counts, max(counts), [known])
 
 
 SINGLE = [[0], [1], [2], [3]]
@@ -190,10 +190,11 @@ def test_the_number_of_microbatches_is_chosen_too() -> None:
         times(4, samples=16.0, forward=16, backward=32, inputs=16, weights=16),
     ]
     counts = [4, 16, 64]
-    best = best_of(candidates(SINGLE, counts, 64, proportional, None, [None] * 4))
+    free = Placed(SINGLE, [None] * 4)
+    best = best_of(free.candidates(counts, 64, proportional))
     assert best.microbatches == 64
     constant = [times(4, samples=1.0), times(4, samples=16.0)]
-    assert best_of(candidates(SINGLE, counts, 64, constant, None, [None] * 4)).microbatches == 4
+    assert best_of(free.candidates(counts, 64, constant)).microbatches == 4
 
 
 @pytest.mark.parametrize("name", ["LoopedBFS", "InterleavedZeroBubble", "DualPipeV"])
