@@ -70,7 +70,7 @@ def measured_layers(
     degrees: Sequence[int],
     plan: Mapping[str, ParallelStyle],
 ) -> list[Layer]:
-    """The layers of the model in the order in which it calls them.
+    """Returns the layers of the model in the order in which it calls them.
 
     The model runs once, and copies of its layers run with the inputs that these had. Buffers, gradients and
     random state of the model stay.
@@ -100,7 +100,7 @@ def measured_layers(
     values = _values(calls)
     found = []
     for call, made in zip(calls, values, strict=True):
-        whole = _measured(call, call.module, {})
+        whole = _measured(call, call.module)
         shared = {degree: _shared(call, plan, degree) for degree in degrees if _planned(call, plan)}
         found.append(replace(whole, values=made, tensor=shared, name=call.name))
     return found
@@ -159,8 +159,8 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def _values(calls: Sequence[_Call]) -> list[tuple[Value, ...]]:
-    """The values that each layer makes for later ones. What the model itself computes between two layers
-    counts as a part of the first of them, since a stage would do it there."""
+    """Returns the values that each layer makes for later ones. What the model itself computes between two
+    layers counts as a part of the first of them, since a stage would do it there."""
     first_known: dict[int, int] = {}
     made: list[dict[int, tuple[torch.Tensor, list[int]]]] = [{} for _ in calls]
     for index, call in enumerate(calls):
@@ -183,52 +183,38 @@ def _values(calls: Sequence[_Call]) -> list[tuple[Value, ...]]:
 # ---- a layer -------------------------------------------------------------------------------------------
 
 
-def _measured(call: _Call, module: nn.Module, sums: Mapping[str, list[int]]) -> Layer:
-    """sums: "forward" and "backward", which the module fills as it runs."""
+def _measured(call: _Call, module: nn.Module) -> Layer:
+    """Returns what a module takes and holds in place of the one that was called."""
     module = deepcopy(module)
     device = _device(module, *call.inputs())
-    times: dict[str, list[float]] = {"forward": [], "backward": [], "inputs": []}
+    times: list[tuple[float, float, float]] = []
     held = 0
     with torch.random.fork_rng(enabled=True), torch.enable_grad():
-        for count in range(1 + _ROUNDS):
+        for _ in range(1 + _ROUNDS):
             args, kwargs = tree_map_only(torch.Tensor, _fresh, (call.args, call.kwargs))
             with kept_bytes(module) as sizes:
                 begin = _now(device)
                 made = _tensors(module(*args, **kwargs))
                 forward = _now(device) - begin
             held = sum(sizes.values())
-            seeds = [torch.ones_like(each) for each in made if each.requires_grad]
-            starts = [each for each in made if each.requires_grad]
-            given = [each for each in _tensors((args, kwargs)) if each.requires_grad]
-            trained = [each for each in module.parameters() if each.requires_grad]
-            inputs = _backward(starts, given, seeds, device, keep=True)
-            backward = _backward(starts, [*given, *trained], seeds, device, keep=False)
-            if count:
-                for name, seconds in (("forward", forward), ("backward", backward), ("inputs", inputs)):
-                    times[name].append(seconds)
-    middle = {name: median(each) for name, each in times.items()}
-    return Layer(
-        middle["forward"],
-        middle["backward"],
-        inputs=min(middle["inputs"], middle["backward"]),
-        parameters=sum(each.nbytes for each in trained),
-        held=held,
-        sums_forward=tuple(sums.get("forward", ())),
-        sums_backward=tuple(sums.get("backward", ())),
-    )
+            starts, given, trained = (
+                [each for each in tensors if each.requires_grad]
+                for tensors in (made, _tensors((args, kwargs)), module.parameters())
+            )
+            inputs = _backward(starts, given, device, keep=True)
+            times.append((forward, _backward(starts, [*given, *trained], device, keep=False), inputs))
+    forward, backward, inputs = map(median, zip(*times[1:], strict=True))
+    parameters = sum(each.nbytes for each in trained)
+    return Layer(forward, backward, inputs=min(inputs, backward), parameters=parameters, held=held)
 
 
 def _backward(
-    starts: list[torch.Tensor],
-    ends: list[torch.Tensor],
-    seeds: list[torch.Tensor],
-    device: torch.device,
-    *,
-    keep: bool,
+    starts: list[torch.Tensor], ends: list[torch.Tensor], device: torch.device, *, keep: bool
 ) -> float:
-    """Seconds of the gradients of `ends`."""
+    """Returns the seconds of the gradients of `ends`."""
     if not starts or not ends:
         return 0.0
+    seeds = [torch.ones_like(each) for each in starts]
     begin = _now(device)
     torch.autograd.grad(starts, ends, seeds, retain_graph=keep, allow_unused=True)
     return _now(device) - begin
@@ -256,15 +242,14 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _shared(call: _Call, plan: Mapping[str, ParallelStyle], degree: int) -> Layer:
-    """The layer as the first of `degree` ranks has it."""
+    """Returns the layer as the first of `degree` ranks has it."""
     module = deepcopy(call.module)
-    sums: dict[str, list[int]] = {"forward": [], "backward": []}
     cut = _planned(replace(call, module=module), plan)
     for name, (linear, style) in cut.items():
         _keep_first_part(linear, isinstance(style, ColwiseParallel), degree, name)
     try:
-        _count_sums(call, module, cut, sums)
-        return _measured(call, module, sums)
+        forward, backward = _sums(call, module, cut)
+        return replace(_measured(call, module), sums_forward=forward, sums_backward=backward)
     except Exception as error:
         raise LayoutError(
             f"layer {call.name} does not run as one of {degree} tensor-parallel ranks has it: "
@@ -304,28 +289,27 @@ def _keep_first_part(module: nn.Module, by_outputs: bool, degree: int, name: str
             module.bias = nn.Parameter(module.bias[:part].clone(), module.bias.requires_grad)
 
 
-def _count_sums(
-    call: _Call,
-    module: nn.Module,
-    cut: Mapping[str, tuple[nn.Module, ParallelStyle]],
-    sums: dict[str, list[int]],
-) -> None:
-    """One run of the layer: outputs of row-wise modules are summed in the forward, gradients of inputs of
-    column-wise ones in the backward."""
-    with ExitStack() as hooks:
+def _sums(
+    call: _Call, module: nn.Module, cut: Mapping[str, tuple[nn.Module, ParallelStyle]]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Runs the layer once. Returns the bytes of each sum in the forward and in the backward: outputs of
+    row-wise modules, and gradients of inputs of column-wise ones."""
+    forward: list[int] = []
+    backward: list[int] = []
+
+    def column_wise(_module: Any, args: Any, _output: torch.Tensor) -> None:
+        backward.extend([args[0].nbytes] if args[0].requires_grad else [])
+
+    def row_wise(_module: Any, _args: Any, output: torch.Tensor) -> None:
+        forward.append(output.nbytes)
+
+    with ExitStack() as hooks, torch.random.fork_rng(enabled=True):
         for linear, style in cut.values():
-            by_outputs = isinstance(style, ColwiseParallel)
-
-            def note(_module: Any, args: Any, output: torch.Tensor, by_outputs: bool = by_outputs) -> None:
-                if by_outputs:
-                    sums["backward"] += [args[0].nbytes] if args[0].requires_grad else []
-                else:
-                    sums["forward"].append(output.nbytes)
-
+            note = column_wise if isinstance(style, ColwiseParallel) else row_wise
             hooks.callback(linear.register_forward_hook(note).remove)
-        with torch.random.fork_rng(enabled=True):
-            args, kwargs = tree_map_only(torch.Tensor, _fresh, (call.args, call.kwargs))
-            module(*args, **kwargs)
+        args, kwargs = tree_map_only(torch.Tensor, _fresh, (call.args, call.kwargs))
+        module(*args, **kwargs)
+    return tuple(forward), tuple(backward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,9 +394,10 @@ class Evaluator:
         return self._stages[key]
 
     def _sum_seconds(self, mesh: _Mesh, size: float, *, over_data: bool) -> float:
-        """Seconds to sum tensors of `size` bytes on each rank over its data-parallel or its tensor-parallel
-        ranks, in the whole mesh at once. The sum is a plan from Partial to Replicate, which moves as little
-        as an all-reduce can. Times are interpolated between the powers of four elements around the size."""
+        """Returns seconds to sum tensors of `size` bytes on each rank over its data-parallel or its
+        tensor-parallel ranks, in the whole mesh at once. The sum is a plan from Partial to Replicate, which
+        moves as little as an all-reduce can. Times are interpolated between the powers of four elements
+        around the size."""
         if size == 0 or (mesh.data if over_data else mesh.tensor) == 1:
             return 0.0
         power = (max(1, int(size) // 4).bit_length() - 1) // 2 * 2
