@@ -62,7 +62,7 @@ Place: TypeAlias = tuple[str, tuple[int, ...], int, int]  # process group, ranks
 
 
 @dataclass(frozen=True)
-class Made:
+class RecordedCall:
     """A call in a record. place: which call it is, the same on all ranks; None for one that was never
     counted.
     ranks: whose call it is, if that is known."""
@@ -109,7 +109,7 @@ class Record:
     at: str
     exception: Raised | None
     ended: bool
-    calls: list[Made]
+    calls: list[RecordedCall]
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -161,19 +161,19 @@ def _read(path: Path) -> Record:
         exception=exception,
         ended=fields.at("ended") is True,  # records of earlier versions do not have it
         calls=[
-            _made(call, rank, f"{where}.calls[{at}]") for at, call in enumerate(fields.get("calls", list))
+            _call_of(call, rank, f"{where}.calls[{at}]") for at, call in enumerate(fields.get("calls", list))
         ],
     )
 
 
-def _made(call: Any, rank: int, where: str) -> Made:
+def _call_of(call: Any, rank: int, where: str) -> RecordedCall:
     fields = _Fields(call, where)
     group, within = fields.get("group", str), fields.get("within", str)
     listed = fields.get("ranks", list)
     ranks = tuple(checks.integer(f"{where}.ranks", each, 0, checks.MAX_INT64) for each in listed)
     lane, position, seconds, peer = map(fields.at, ("lane", "position", "seconds", "peer"))
     counted = isinstance(lane, int) and isinstance(position, int)
-    return Made(
+    return RecordedCall(
         rank=rank,
         op=fields.get("op", str),
         what=fields.get("what", str),
@@ -222,25 +222,25 @@ def _check_one_job(records: list[Record]) -> None:
             # Workers that were replaced, or came later, differ inside a job.
             by_id = first.jobs and record.jobs
             if mine != its and None not in (mine, its) and not by_id:
-                raise LayoutError(
+                raise _several_jobs(
                     f"{first.path.name} has {name} {checks.shown(mine, 120)}, {record.path.name} has "
-                    f"{checks.shown(its, 120)}: records of different jobs; give a folder with those of one"
+                    f"{checks.shown(its, 120)}"
                 )
     for one, other in zip(records, others, strict=False):
         if one.rank == other.rank:
-            raise LayoutError(
-                f"{one.path.name} and {other.path.name} are both of rank {one.rank}: records of different "
-                "jobs; give a folder with those of one"
-            )
+            raise _several_jobs(f"{one.path.name} and {other.path.name} are both of rank {one.rank}")
     youngest = max(records, key=lambda record: record.started)
     oldest = min(records, key=lambda record: record.written)
     # All ranks of a job live at the moment that its process group is made, so before there are calls.
     if oldest.calls and oldest.written < youngest.started - _CLOCKS:
-        raise LayoutError(
+        raise _several_jobs(
             f"{oldest.path.name} was written at {_clock(oldest.written)}, before the process of "
-            f"{youngest.path.name} started at {_clock(youngest.started)}: records of different jobs; give a "
-            "folder with those of one"
+            f"{youngest.path.name} started at {_clock(youngest.started)}"
         )
+
+
+def _several_jobs(why: str) -> LayoutError:
+    return LayoutError(f"{why}: records of different jobs; give a folder with those of one")
 
 
 def _clock(seconds: float) -> str:
@@ -256,17 +256,17 @@ class Wait:
     """A rank in the first call that did not end there. ranks: which it waits for; here: all of the call are
     in it."""
 
-    call: Made
+    call: RecordedCall
     ranks: tuple[int, ...]
     here: bool
 
 
 @dataclass(frozen=True)
-class Dissent:
+class Disagreement:
     """Ranks that take one call for different ones: calls by what is called and moved, each of some ranks."""
 
     name: str
-    sides: list[list[Made]]
+    sides: list[list[RecordedCall]]
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class Found:
     """The findings in the records. cause: one sentence, "" where nothing is wrong."""
 
     waits: dict[int, Wait]
-    dissent: Dissent | None
+    disagreement: Disagreement | None
     silent: tuple[int, ...]  # ranks without a record
     cause: str
 
@@ -285,20 +285,17 @@ def find(records: list[Record]) -> Found:
     world = next((record.world for record in records if record.world is not None), None)
     mentioned = {rank for record in records for call in record.calls for rank in call.ranks}
     silent = tuple(sorted({*range(world or 0), *mentioned} - by_rank.keys()))
-    made: dict[tuple[Place | None, int], Made] = {
+    made: dict[tuple[Place | None, int], RecordedCall] = {
         (call.place, call.rank): call for record in records for call in record.calls if call.place
     }
-    waits: dict[int, Wait] = {}
     still = {record.rank: _open_calls(record) for record in records}
-    for rank, calls in still.items():
-        if calls:
-            waits[rank] = _wait(calls[0], made)
+    waits = {rank: _wait(calls[0], made) for rank, calls in still.items() if calls}
     every = [call for calls in still.values() for call in calls]
-    dissent = _dissent(made, {call.place for call in every})
-    return Found(waits, dissent, silent, _cause(by_rank, waits, dissent, silent, every))
+    disagreement = _disagreement(made, {call.place for call in every})
+    return Found(waits, disagreement, silent, _cause(by_rank, waits, disagreement, silent, every))
 
 
-def _open_calls(record: Record) -> list[Made]:
+def _open_calls(record: Record) -> list[RecordedCall]:
     """Returns the calls that have not ended or, where there are none, those that failed and were not followed
     by a call that ended: programs go on after a refused call, which then explains nothing."""
     ended = max((call.begun for call in record.calls if call.state == "ended"), default=float("-inf"))
@@ -306,7 +303,7 @@ def _open_calls(record: Record) -> list[Made]:
     return unfinished or [call for call in record.calls if call.state == "failed" and call.begun >= ended]
 
 
-def _wait(call: Made, made: Mapping[tuple[Place | None, int], Made]) -> Wait:
+def _wait(call: RecordedCall, made: Mapping[tuple[Place | None, int], RecordedCall]) -> Wait:
     if call.state == "failed" and not call.error.startswith(("DeadlineExceeded", "PeerLost")):
         return Wait(call, (), False)
     missing = tuple(rank for rank in call.ranks if (call.place, rank) not in made)
@@ -315,10 +312,10 @@ def _wait(call: Made, made: Mapping[tuple[Place | None, int], Made]) -> Wait:
     return Wait(call, missing, False)
 
 
-def _dissent(
-    made: Mapping[tuple[Place | None, int], Made], still: Collection[Place | None]
-) -> Dissent | None:
-    places: dict[object, dict[tuple[str, str], list[Made]]] = {}
+def _disagreement(
+    made: Mapping[tuple[Place | None, int], RecordedCall], still: Collection[Place | None]
+) -> Disagreement | None:
+    places: dict[object, dict[tuple[str, str], list[RecordedCall]]] = {}
     for (place, _), call in made.items():
         places.setdefault(place, {}).setdefault((call.op, call.what), []).append(call)
     parted = [list(sides.values()) for place, sides in places.items() if len(sides) > 1 and place in still]
@@ -327,15 +324,15 @@ def _dissent(
     sides = min(parted, key=lambda sides: min(call.begun for side in sides for call in side))
     first = sides[0][0]
     assert first.place is not None
-    return Dissent(f"call {first.place[3]} of group {first.group}", sides)
+    return Disagreement(f"call {first.place[3]} of group {first.group}", sides)
 
 
 def _cause(
     records: dict[int, Record],
     waits: dict[int, Wait],
-    dissent: Dissent | None,
+    disagreement: Disagreement | None,
     silent: tuple[int, ...],
-    still: Sequence[Made],
+    still: Sequence[RecordedCall],
 ) -> str:
     ends = [(each.exception, rank) for rank, each in records.items() if each.exception is not None]
     own = [(end.raised, rank, end) for end, rank in ends if not end.error.startswith(_FOLLOW)]
@@ -349,8 +346,8 @@ def _cause(
     if refused:
         call = refused[0]
         return f"rank {call.rank} raised in {call.name}, at {call.site}: {_first_line(call.error)}"
-    if dissent is not None:
-        return f"the ranks disagree on {dissent.name}"
+    if disagreement is not None:
+        return f"the ranks disagree on {disagreement.name}"
     circle = _circle(waits)
     if circle:
         text = ", ".join(
@@ -393,7 +390,7 @@ def _missing(records: dict[int, Record], waits: dict[int, Wait], silent: tuple[i
     return "; ".join(texts)
 
 
-def _callers(calls: Sequence[Made]) -> str:
+def _callers(calls: Sequence[RecordedCall]) -> str:
     return ranks_of(call for call in calls if call.place == calls[0].place)
 
 
@@ -421,7 +418,7 @@ def _first_line(text: str) -> str:
     return text.partition("\n")[0]
 
 
-def ranks_of(calls: Iterable[Made]) -> str:
+def ranks_of(calls: Iterable[RecordedCall]) -> str:
     """ "rank 3" or "ranks 0-2,5"."""
     ranks = tuple(sorted(call.rank for call in calls))
     return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
@@ -505,9 +502,9 @@ def _lines(records: list[Record], found: Found) -> list[str]:
             "",
             f"rank {record.rank}: {said}; {'its program came to its end' if record.ended else where}",
         ]
-    if found.dissent is not None:
-        lines += ["", f"the ranks disagree on {found.dissent.name}"]
-        for side in found.dissent.sides:
+    if found.disagreement is not None:
+        lines += ["", f"the ranks disagree on {found.disagreement.name}"]
+        for side in found.disagreement.sides:
             lines.append(f"  {ranks_of(side)}: {side[0].op}, {side[0].what}")
             lines += [f"    at {site}" for site in sorted({call.site for call in side})]
     lines += ["", f"first cause: {found.cause}" if found.cause else "no call failed or waits"]
@@ -532,7 +529,7 @@ def _rank(record: Record, found: Found) -> list[str]:
     return lines
 
 
-def _state(record: Record, call: Made) -> str:
+def _state(record: Record, call: RecordedCall) -> str:
     if call.state == "failed":
         return f"{call.name} failed after {call.seconds or 0.0:.1f} s"
     return f"in {call.name} for {max(0.0, record.written - call.begun):.1f} s"

@@ -371,7 +371,7 @@ class _Search:
                 if batch.pieces.local and not batch.pieces.given:  # of this rank alone
                     samples *= self._first.batch_parts
             stages = sorted(stage.stage_index for stage in self._stages)
-            said = {"told": pack(_Told(stages, self._first.num_stages, counts, budget, samples))}
+            said = {"facts": pack(_RankFacts(stages, self._first.num_stages, counts, budget, samples))}
         except Exception as error:
             mine = error
             said = {"refused": f"rank {self._first.rank}: {error or type(error).__name__}"}
@@ -396,7 +396,7 @@ class _Search:
         return _Decision(found, found.index(best_of(found)), known)
 
 
-class _Told(NamedTuple):
+class _RankFacts(NamedTuple):
     """Stages of a rank, their number in all ranks, and its arguments."""
 
     mine: list[int]
@@ -441,25 +441,25 @@ def _placed(said: Mapping[int, Any]) -> dict[str, Any]:
     refused = [(rank, each["refused"]) for rank, each in said.items() if "refused" in each]
     if refused:
         return {"refused": refused[0]}
-    told = {rank: unpack(_Told, each["told"]) for rank, each in said.items()}
-    first = min(told)
+    facts = {rank: unpack(_RankFacts, each["facts"]) for rank, each in said.items()}
+    first = min(facts)
     for what in ("stages", "counts"):
-        mine = getattr(told[first], what)
-        for rank, each in told.items():
+        mine = getattr(facts[first], what)
+        for rank, each in facts.items():
             if getattr(each, what) != mine:
                 text = f"the ranks disagree on {what}: rank {first} has {mine}, rank {rank} has "
                 return {"wrong": f"{text}{getattr(each, what)}"}
-    rows = sorted({tuple(each.mine) for each in told.values()})
-    if sorted(stage for row in rows for stage in row) != list(range(told[first].stages)):
-        text = f"the ranks have stages {[list(row) for row in rows]} of {told[first].stages}: each stage is "
+    rows = sorted({tuple(each.mine) for each in facts.values()})
+    if sorted(stage for row in rows for stage in row) != list(range(facts[first].stages)):
+        text = f"the ranks have stages {[list(row) for row in rows]} of {facts[first].stages}: each stage is "
         return {"wrong": f"{text}on ranks that all have the same ones"}
-    samples = min(each.samples for each in told.values() if each.samples is not None)
-    counts = told[first].counts or counts_to_try(samples, len(rows))
+    samples = min(each.samples for each in facts.values() if each.samples is not None)
+    counts = facts[first].counts or counts_to_try(samples, len(rows))
     if max(counts) > samples:
         return {"wrong": f"the example has {samples} samples, too few for {max(counts)} micro-batches"}
     budgets = []
     for row in rows:
-        limits = [each.budget for each in told.values() if tuple(each.mine) == row]
+        limits = [each.budget for each in facts.values() if tuple(each.mine) == row]
         budgets.append(min((limit for limit in limits if limit is not None), default=None))
     both = sorted({min(counts), max(counts)})
     return {"plan": pack(_Plan([list(row) for row in rows], counts, both, samples, budgets))}
