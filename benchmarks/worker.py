@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from meshcast.bench.calibrate import calibrate
 from meshcast.bench.cases import find
-from meshcast.bench.measure import measure
+from meshcast.bench.measure import calibrate, measure
 from meshcast.bench.report import overload
 
 _CALIBRATIONS = 3  # attempts: something else may disturb one

@@ -14,10 +14,9 @@ from typing import Any
 import meshcast
 from meshcast import Layout, Topology
 from meshcast.bench.cases import RANKS_PER_HOST, find
-from meshcast.pages.page import write_plan_page, write_timeline_page
-from meshcast.pages.schedule_panels import panel_of_events, panel_of_report
+from meshcast.pages.page import panel_of, write_plan_page, write_timeline_page
 from meshcast.pipelining import simulate
-from meshcast.pipelining.trace import read_trace
+from meshcast.pipelining.trace import Timeline, read_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -65,7 +64,8 @@ def write_steps(folder: Path) -> None:
             for title, name, options in SCHEDULES
         ]
         panels = [
-            panel_of_report(f"{title}: {report.makespan:.4g} s", report, "s") for title, report in reports
+            panel_of(Timeline.simulated(f"{title}: {report.makespan:.4g} s", report, "s"))
+            for title, report in reports
         ]
         title = f"{job['name']}, {STAGES} stages, {MICROBATCHES} micro-batches"
         write_timeline_page(panels, title, folder / f"step-{job['model']}.html")
@@ -74,9 +74,8 @@ def write_steps(folder: Path) -> None:
 def write_recorded(folder: Path, recording: Path = RECORDED) -> None:
     """What five ranks did in a step, from what they wrote by schedule.trace(path)."""
     traces = sorted(recording.glob("rank*.json"))
-    panel = panel_of_events(
-        f"measured, {len(traces)} traces", [e for path in traces for e in read_trace(path)]
-    )
+    spans = [span for path in traces for span in read_trace(path)]
+    panel = panel_of(Timeline.measured(f"measured, {len(traces)} traces", spans))
     title = "A recorded step of the GPT example: stages on 2 and 3 ranks, Eager1F1B, 8 micro-batches"
     write_timeline_page([panel], title, folder / "recorded-gpt.html")
 

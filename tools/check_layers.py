@@ -53,7 +53,7 @@ TOP = {"", "__main__", "_version", "_build_check", "_build_info"}
 LAZY = {
     "resharding.reshard": {"resharding.digested"},
     "planning.plan": {"planning.show", "planning.plan_json"},
-    "pipelining": {"tuning.choose", "tuning.candidates", "tuning.partition"},
+    "pipelining": {"tuning.choose", "tuning.candidates", "tuning.partition", "tuning.search"},
     "pipelining.schedules": {"tuning.choose"},
 }
 # What the tree has come down to: it may become less, and these with it.

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from meshcast import Topology
-from meshcast.bench.calibrate import calibrate
+from meshcast.bench.measure import calibrate
 from meshcast.bench.report import overload
 from meshcast.pipelining import PipelineStage, get_schedule_class, simulate
-from meshcast.pipelining.trace import Event, read_trace
+from meshcast.pipelining.action import ActionKind
+from meshcast.pipelining.simulate import Span, most_held
+from meshcast.pipelining.trace import read_trace
 from torch.distributed import pipelining as theirs
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -212,7 +214,7 @@ class _Run:
         # The others may be in this step's last transfers, or in the gathering below: what is counted is
         # the whole step and some hundred bytes.
         sent = _left_host() - before
-        mine = {"begin": begin, "end": end, "peak": peak, "sent": sent, "spans": _spans(events)}
+        mine = {"begin": begin, "end": end, "peak": peak, "sent": sent, "spans": _seconds(events)}
         gathered: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, mine)
         # All ranks of one machine share the clock.
@@ -251,7 +253,7 @@ def _left_host() -> int:
     return next(int(line.split()[9]) for line in lines if line.split()[:1] == ["eth0:"])
 
 
-def _events(schedule: Any) -> list[Event]:
+def _events(schedule: Any) -> list[Span]:
     path = Path(f"/tmp/meshcast-e2e-{dist.get_rank()}-{time.monotonic_ns()}.json")
     try:
         schedule.trace(path)
@@ -260,24 +262,13 @@ def _events(schedule: Any) -> list[Event]:
         path.unlink(missing_ok=True)
 
 
-def _kind(event: Event) -> str:
-    """F, B, I or W of a compute action; "" of everything else."""
-    kind = event.name.lstrip("0123456789")[:1]
-    return kind if kind in "FBIW" and event.name[0].isdigit() and "_" not in event.name else ""
+def _seconds(spans: list[Span]) -> dict[str, list[float]]:
+    return {kind: [e.end - e.start for e in spans if e.action.kind is ActionKind(kind)] for kind in "FBIW"}
 
 
-def _spans(events: list[Event]) -> dict[str, list[float]]:
-    return {kind: [e.end - e.begin for e in events if _kind(e) == kind] for kind in "FBIW"}
-
-
-def _peak(events: list[Event]) -> int:
-    """Most micro-batches whose activations were held at once."""
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.begin):
-        kind = _kind(event)
-        held += (kind == "F") - (kind in ("B", "W") and kind != "")
-        peak = max(peak, held)
-    return peak
+def _peak(spans: list[Span]) -> int:
+    """Returns the most micro-batches whose activations were held at once."""
+    return int(most_held(each.action for each in sorted(spans, key=lambda each: each.start)))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from typing import Any
 from meshcast import Topology
 from meshcast.pipelining import Layer, partition
 from meshcast.tuning.candidates import best_of
-from meshcast.tuning.partition_search import Cut, Evaluator, PlannedJob, even, uses_of
+from meshcast.tuning.partition import Evaluator, PlannedJob
+from meshcast.tuning.search import Cut, even, uses_of
 
 from .models import gpt, scaled, unet
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from meshcast.pipelining import Edge, Layer
-from meshcast.tuning.partition_search import uses_of
+from meshcast.tuning.search import uses_of
 from torch import nn
 
 from ..pipeline.stages import Clock, _Begin, _Slow

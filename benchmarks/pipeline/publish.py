@@ -11,8 +11,9 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
-from meshcast.pipelining import simulate
-from meshcast.pipelining.trace import Panel, bar_of, draw_panels, panel_of
+from meshcast.pipelining import Action, simulate
+from meshcast.pipelining.simulate import Span
+from meshcast.pipelining.trace import Timeline, draw_timelines
 
 from ..machine import ROOT
 from ..page import replace
@@ -193,13 +194,13 @@ def draw_step(results: dict[str, Any], path: Path) -> None:
         stages=head["stages"], microbatches=head["microbatches"], forward=forward, backward=2 * forward,
         transfer=point["transfer"] * forward, **_SIMULATED[name] or {},
     )  # fmt: skip
-    begin = min(event[1] for events in found["trace"].values() for event in events)
-    bars = [
-        bar_of(int(rank), event, start - begin, end - begin)
+    spans = [
+        Span(int(rank), Action.parse(event.removeprefix("wait ")), start / 1e3, end / 1e3)
         for rank, events in found["trace"].items()
         for event, start, end in events
     ]
-    draw_panels([panel_of(f"{name}, simulated", report), Panel("measured", bars, "ms")], path)
+    timelines = [Timeline.simulated(f"{name}, simulated", report), Timeline.measured("measured", spans)]
+    draw_timelines(timelines, path)
 
 
 def publish(results: dict[str, Any]) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from meshcast import Layout, elastic, plan_many
-from meshcast.bench.calibrate import calibrate
-from meshcast.bench.measure import numbered
+from meshcast.bench.measure import calibrate, numbered
 from meshcast.topology import Topology
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import DeviceMesh

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from meshcast.bench.calibrate import calibrate
-from meshcast.bench.measure import SLOW, busy
+from meshcast.bench.measure import SLOW, busy, calibrate
 from meshcast.bench.report import overload
 from meshcast.topology import Topology
 

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from meshcast import Layout, WeightSync
-from meshcast.bench.methods import PUBLISHED_METHODS
-from meshcast.bench.move import CaseBatch, CaseMove
+from meshcast.bench.methods import PUBLISHED_METHODS, CaseBatch, CaseMove
 
 from .models import DTYPE, SERVERS, TRAINERS, Weights
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from meshcast.cli import parser_of
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
@@ -30,13 +30,8 @@ class CommandHelp(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         command = self.arguments[0]
-        module = importlib.import_module(f"meshcast.cli.{command}")
-        parser = argparse.ArgumentParser(
-            prog=f"python -m meshcast {command}",
-            description=module.__doc__,
-            formatter_class=lambda prog: argparse.HelpFormatter(prog, width=_COLUMNS),
-        )
-        module.add_arguments(parser)
+        parser = parser_of(command)
+        parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=_COLUMNS)
         text = parser.format_help()
         block = nodes.literal_block(text, text)
         block["language"] = "none"

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from meshcast.bench import cases
 from meshcast.bench.cases import Case, Tensor
 from meshcast.bench.measure import Runner, choose, measure
-from meshcast.bench.methods import BALANCES, METHODS, Method
-from meshcast.bench.move import CaseBatch, Groups
+from meshcast.bench.methods import BALANCES, METHODS, CaseBatch, Groups, Method
 from meshcast.layout import Layout
 from multiproc.threads import thread_names
 from torch.distributed.tensor import Partial, Replicate, Shard

@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT + 60)]
 
 def actions(recording: Path) -> Counter[tuple[int, str]]:
     """What each rank computes and sends. Waits are left out: whether there are any is a matter of time."""
-    events = [event for path in sorted(recording.glob("rank*.json")) for event in read_trace(path)]
-    return Counter((event.rank, event.name) for event in events if not event.name.startswith("wait "))
+    spans = [span for path in sorted(recording.glob("rank*.json")) for span in read_trace(path)]
+    return Counter((span.rank, str(span.action)) for span in spans if not span.action.kind.is_recv)
 
 
 def test_a_new_recording_is_read(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_variable_that_makes_calls_fail_is_reported(
     name: str, value: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert doctor.run(argparse.Namespace(json=True)) == 1
+    assert doctor.run_doctor(argparse.Namespace(json=True)) == 1
     report = json.loads(capsys.readouterr().out)
     assert [each for each in report["problems"] if each.startswith(f"every call: {expected}")]
     assert report["verdict"] == "meshcast plans here, but an environment variable makes its calls fail"
@@ -88,7 +88,7 @@ def test_a_misspelt_variable_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MESHCAST_TRANSPROT", "gloo")
-    assert doctor.run(argparse.Namespace(json=False)) == 0
+    assert doctor.run_doctor(argparse.Namespace(json=False)) == 0
     text = capsys.readouterr().out
     assert "MESHCAST_TRANSPROT is no variable of meshcast: is MESHCAST_TRANSPORT meant?" in text
     assert text.endswith("verdict: meshcast works here, apart from what is listed above\n")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
-
 import meshcast
 import pytest
 import torch
 from meshcast import elastic, pipelining
 from meshcast.base import settings
+from meshcast.cli import parser_of
 
 MESHCAST = (
     "AbortedError DeadlineExceededError Layout LayoutError MeshcastError PeerLostError Plan "
@@ -61,9 +59,7 @@ def test_no_name_is_gone(package: object, names: str) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_option_is_gone(command: str) -> None:
-    parser = argparse.ArgumentParser()
-    importlib.import_module(f"meshcast.cli.{command}").add_arguments(parser)
-    assert set(COMMANDS[command].split()) <= set(parser._option_string_actions)
+    assert set(COMMANDS[command].split()) <= set(parser_of(command)._option_string_actions)
 
 
 def test_no_variable_is_gone() -> None:

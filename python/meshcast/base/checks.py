@@ -29,6 +29,19 @@ def shown(item: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+def table(rows: Iterable[Sequence[str]], *, right: Iterable[int] = ()) -> str:
+    """Returns rows as text in columns, two spaces apart. right: those that are aligned at their right."""
+    listed = list(rows)
+    widths = [max(map(len, column)) for column in zip(*listed, strict=True)]
+    ends = set(right)
+
+    def line(row: Sequence[str]) -> str:
+        cells = enumerate(zip(row, widths, strict=True))
+        return "  ".join(text.rjust(n) if at in ends else text.ljust(n) for at, (text, n) in cells).rstrip()
+
+    return "\n".join(map(line, listed))
+
+
 def integer(name: str, value: Any, low: int, high: int) -> int:
     """`value` as an int within [low, high]; floats, bools and text are not integers here."""
     try:

@@ -1,28 +1,188 @@
-"""Ways to move the tensors of a case: meshcast's strategies, plans of others on its transport, and what is
-written today without it.
+"""Methods to move the tensors of a case: meshcast's strategies, plans of others on its transport, and what is
+written today without it. A method gets one rank's part of a case, and groups for torch's collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
+from ..base.boxes import Box, extents
 from ..groups.parent import parent_group
 from ..layout import Layout
 from ..planning.plan import STRATEGIES, Problem
-from ..resharding.reshard import reshard_local
+from ..resharding.reshard import reshard_, reshard_local
+from ..spec import TensorSpec
+from ..topology import Topology
 from ..transfers.transfer import PersistentTransfer, PlanOptions
 from .cases import Case, Tensor
-from .move import Box, CaseBatch, CaseMove, Groups, cuts, elements, extent, intersection, slices, turns
 
-__all__ = ["METHODS", "Method"]
+__all__ = ["METHODS", "CaseBatch", "CaseMove", "Groups", "Method"]
+
+
+class Groups:
+    """Every call is collective over the whole job, also on ranks outside the group."""
+
+    def __init__(self) -> None:
+        self._made: list[dist.ProcessGroup] = []
+
+    def new(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+        group = dist.new_group(sorted(ranks), backend=backend)
+        if dist.get_rank() in ranks:
+            self._made.append(group)
+        return group
+
+    def mesh(self, ranks: Any) -> DeviceMesh:
+        """A mesh of these ranks (a nested list), usable on ranks outside it as well."""
+        mesh = DeviceMesh("cpu", torch.tensor(ranks))
+        if mesh.get_coordinate() is not None:
+            self._made += [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        return mesh
+
+    def mesh_of(self, *layouts: Layout) -> DeviceMesh:
+        """Returns the mesh of a layout, or the one that holds those of several, of one shape, one after the
+        other."""
+        meshes = [mesh_ranks(layout).tolist() for layout in layouts]
+        return self.mesh(meshes if len(meshes) > 1 else meshes[0])
+
+    def close(self) -> None:
+        """Each of the groups; not the job's own, which a mesh of all ranks may have taken."""
+        for group in dict.fromkeys(self._made):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        self._made.clear()
+        # DTensor remembers how it redistributed, and with it meshes and their groups, whose threads look for
+        # messages 100 times a second: after some cases they would take the cores from those that follow.
+        redistribution = sys.modules.get("torch.distributed.tensor._redistribute")
+        if redistribution is not None:
+            redistribution._gen_transform_infos.cache_clear()
+            redistribution.clear_redistribute_planner_cache()
+
+
+@dataclass
+class CaseMove:
+    """One rank's part of one tensor."""
+
+    shape: tuple[int, ...]
+    src: Layout
+    dst: Layout
+    source: torch.Tensor | None = None  # local shards
+    destination: torch.Tensor | None = None
+    dtype: torch.dtype = torch.int32
+    replicas: dict[Box, dist.ProcessGroup | None] = field(default_factory=dict)  # of the destination's tiles
+    source_mesh: DeviceMesh | None = None  # under a Partial source only
+    destination_mesh: DeviceMesh | None = None  # likewise
+    held: dict[int, Box] = field(init=False)  # by rank; one box each, ranks with an empty shard left out
+    needed: dict[int, Box] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.held = {r: boxes[0] for r, boxes in self.src.shards(self.shape).items() if boxes}
+        self.needed = {r: boxes[0] for r, boxes in self.dst.shards(self.shape).items() if boxes}
+
+    @cached_property
+    def tiles(self) -> dict[Box, list[int]]:
+        """Distinct source shards with their holders."""
+        return by_box(self.held)
+
+    @cached_property
+    def wanted(self) -> dict[Box, list[int]]:
+        """Distinct destination shards with the ranks that need them, ascending."""
+        return by_box(self.needed)
+
+    @cached_property
+    def summed(self) -> Layout:
+        """The source's layout once add_up has run."""
+        if not self.src.has_partial:
+            return self.src
+        return Layout(
+            mesh_ranks(self.src), [Replicate() if p.is_partial() else p for p in self.src.placements]
+        )
+
+    def add_up(self) -> None:
+        """Replaces the pending values of a Partial source by their sums, as torch does: all_reduce."""
+        if self.source is None or self.source_mesh is None:
+            return
+        for dim, placement in enumerate(self.src.placements):
+            if placement.is_partial():
+                dist.all_reduce(self.source, group=self.source_mesh.get_group(dim))
+
+    def cut(self, box: Box) -> torch.Tensor:
+        """A view of the local source."""
+        assert self.source is not None
+        return self.source[slices(box, self.held[dist.get_rank()])]
+
+    def place(self, box: Box) -> torch.Tensor:
+        """A view of the local destination."""
+        assert self.destination is not None
+        return self.destination[slices(box, self.needed[dist.get_rank()])]
+
+    def put(self, box: Box, data: torch.Tensor) -> None:
+        """Writes a box of the tensor into the local destination."""
+        self.place(box).copy_(data.view(extents(box)))
+
+
+@dataclass
+class CaseBatch:
+    """All tensors of a case on one rank."""
+
+    moves: list[CaseMove]
+    topology: Topology
+    group: dist.ProcessGroup  # of all ranks of either mesh
+    kept: dict[str, Any] = field(default_factory=dict)  # what a method sets up in its first round
+
+    def keep(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self.kept:
+            self.kept[name] = make()
+        return self.kept[name]
+
+
+def mesh_ranks(layout: Layout) -> torch.Tensor:
+    return torch.tensor(layout.ranks).view(layout.mesh_shape)
+
+
+def by_box(boxes: dict[int, Box]) -> dict[Box, list[int]]:
+    found: dict[Box, list[int]] = {}
+    for rank in sorted(boxes):
+        found.setdefault(boxes[rank], []).append(rank)
+    return found
+
+
+def slices(box: Box, base: Box) -> tuple[slice, ...]:
+    """Returns the slices of `box` in a local tensor that holds `base`."""
+    return tuple(slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(box, base, strict=True))
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    box = tuple((max(x, u), min(y, v)) for (x, y), (u, v) in zip(a, b, strict=True))
+    return box if all(lo < hi for lo, hi in box) else None
+
+
+def elements(box: Box) -> int:
+    return prod(extents(box))
+
+
+def cuts(box: Box, parts: int) -> list[Box]:
+    """The box in at most `parts` pieces of nearly equal size, along its longest dimension."""
+    dim = max(range(len(box)), key=lambda d: box[d][1] - box[d][0])
+    lo, hi = box[dim]
+    parts = min(parts, hi - lo)
+    edges = [lo + (hi - lo) * part // parts for part in range(parts + 1)]
+    return [(*box[:dim], (a, b), *box[dim + 1 :]) for a, b in pairwise(edges)]
+
+
+def turns(holders: Sequence[int], receiver: int, turn: int) -> int:
+    """Returns the rank that sends to `receiver` where holders take turns: itself if it holds the data."""
+    return receiver if receiver in holders else holders[(receiver + turn) % len(holders)]
 
 
 def applies(_: Case) -> str:
@@ -69,10 +229,13 @@ def reshard(batch: CaseBatch, strategy: str) -> None:
             group=batch.group, strategy=strategy, topology=batch.topology, timeout=LIMIT,
         )  # fmt: skip
     else:
-        problems = [Problem(move.shape, torch.int32, move.src, move.dst) for move in batch.moves]
-        options = PlanOptions(strategy, batch.topology)
-        transfer = batch.keep(strategy, lambda: agreed_transfer(batch, problems, options))
-        start(transfer, [move.source for move in batch.moves], [move.destination for move in batch.moves])
+        _as_one_plan(batch, strategy, PlanOptions(strategy, batch.topology))
+
+
+def _as_one_plan(batch: CaseBatch, name: str, options: PlanOptions) -> None:
+    problems = [Problem(move.shape, torch.int32, move.summed, move.dst) for move in batch.moves]
+    transfer = batch.keep(name, lambda: agreed_transfer(batch, problems, options))
+    start(transfer, [move.source for move in batch.moves], [move.destination for move in batch.moves])
 
 
 def agreed_transfer(batch: CaseBatch, problems: list[Problem], options: PlanOptions) -> PersistentTransfer:
@@ -88,14 +251,16 @@ def start(
     transfer.start(src, dst, timeout=LIMIT).wait()
 
 
+def _dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]
+) -> DTensor:
+    strides = torch.empty(shape, device="meta").stride()
+    size = torch.Size(shape)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=strides)
+
+
 def _reshard_dtensor(batch: CaseBatch, move: CaseMove, strategy: str) -> None:
-    from torch.distributed.tensor import DTensor
-
-    from meshcast.resharding.reshard import reshard_
-    from meshcast.spec import TensorSpec
-
     assert move.source_mesh is not None and move.destination_mesh is not None
-    shape, strides = torch.Size(move.shape), torch.empty(move.shape, device="meta").stride()
     sides: list[Any] = []
     for local, layout, mesh in (
         (move.source, move.src, move.source_mesh), (move.destination, move.dst, move.destination_mesh)
@@ -103,11 +268,7 @@ def _reshard_dtensor(batch: CaseBatch, move: CaseMove, strategy: str) -> None:
         if dist.get_rank() in layout.ranks:
             if local is None:  # an empty shard
                 local = torch.empty(layout.local_shapes(move.shape)[dist.get_rank()], dtype=torch.int32)
-            sides.append(
-                DTensor.from_local(
-                    local, mesh, layout.placements, run_check=False, shape=shape, stride=strides
-                )
-            )
+            sides.append(_dtensor(local, mesh, layout.placements, move.shape))
         else:
             sides.append(TensorSpec(move.shape, torch.int32, mesh, layout.placements))
     x, out = sides
@@ -115,10 +276,7 @@ def _reshard_dtensor(batch: CaseBatch, move: CaseMove, strategy: str) -> None:
 
 
 def balanced(batch: CaseBatch, name: str, balance: str) -> None:
-    problems = [Problem(move.shape, torch.int32, move.summed, move.dst) for move in batch.moves]
-    options = PlanOptions("broadcast", batch.topology, balance)
-    transfer = batch.keep(name, lambda: agreed_transfer(batch, problems, options))
-    start(transfer, [move.source for move in batch.moves], [move.destination for move in batch.moves])
+    _as_one_plan(batch, name, PlanOptions("broadcast", batch.topology, balance))
 
 
 def backend_broadcast(batch: CaseBatch) -> None:
@@ -235,7 +393,7 @@ class _Phase:
             move = batch.moves[message.move]
             src = Layout([message.sender], [Replicate()])
             dst = Layout(message.receivers, [Replicate()])
-            problems.append(Problem(extent(message.box), move.dtype, src, dst))
+            problems.append(Problem(extents(message.box), move.dtype, src, dst))
             read = move.place if message.placed else move.cut
             self.src.append(read(message.box) if rank == message.sender else None)
             self.dst.append(move.place(message.box) if rank in message.receivers else None)
@@ -367,7 +525,7 @@ def broadcasts(batch: CaseBatch) -> None:
             if rank == holders[0] and move.source is not None:
                 buffer = move.source.contiguous()
             else:  # a collective fills it on every rank, also where the tile is held
-                buffer = torch.empty(extent(tile), dtype=torch.int32)
+                buffer = torch.empty(extents(tile), dtype=torch.int32)
             dist.broadcast(buffer, holders[0], batch.group)
             data = move.source if held and move.source is not None else buffer
             box = intersection(tile, move.needed[rank]) if rank in move.needed else None
@@ -416,7 +574,7 @@ def _root(move: CaseMove) -> int:
 
 def _insert(whole: torch.Tensor | None, tile: Box, data: torch.Tensor) -> None:
     assert whole is not None
-    whole[tuple(slice(lo, hi) for lo, hi in tile)] = data.view(extent(tile))
+    whole[tuple(slice(lo, hi) for lo, hi in tile)] = data.view(extents(tile))
 
 
 def _stripe(move: CaseMove, box: Box, first: int, count: int) -> torch.Tensor:
@@ -429,35 +587,22 @@ def _fill(own: torch.Tensor | None, count: int, data: torch.Tensor) -> None:
 
 
 GLOO_METHODS = [
-    Method(
-        "gloo unicasts",
-        unicasts,
-        "one isend per box and receiver, senders in turn: what Megatron-LM's resharding does over gloo",
-        prepares=False,
-    ),
-    Method(
-        "gloo stripes",
-        stripes,
-        "replicas receive a stripe each, then all_gather: NeMo-RL's fallback",
-        prepares=False,
-    ),
+    Method("gloo unicasts", unicasts,
+           "one isend per box and receiver, senders in turn: what Megatron-LM's resharding does over gloo",
+           prepares=False),
+    Method("gloo stripes", stripes,
+           "replicas receive a stripe each, then all_gather: NeMo-RL's fallback", prepares=False),
     Method("gloo broadcasts", broadcasts, "every source shard is broadcast to everybody", prepares=False),
-    Method(
-        GATHER_BROADCAST,
-        gather_broadcast,
-        "the whole tensor is gathered on one rank and broadcast to the destination mesh",
-        setup=_feeders,
-        prepares=False,
-    ),
-]
+    Method(GATHER_BROADCAST, gather_broadcast,
+           "the whole tensor is gathered on one rank and broadcast to the destination mesh",
+           setup=_feeders, prepares=False),
+]  # fmt: skip
 
 
 _NAME = "DTensor parent mesh"
 
 
 def redistribute(batch: CaseBatch) -> None:
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
     for move, mesh in zip(batch.moves, batch.kept[_NAME], strict=True):
         rank = dist.get_rank()
         if rank not in (*move.src.ranks, *move.dst.ranks):
@@ -469,11 +614,7 @@ def redistribute(batch: CaseBatch) -> None:
             local = torch.zeros(move.src.local_shapes(move.shape)[twin], dtype=torch.int32)
         if mesh.ndim > len(before):
             before, after = [Partial("sum"), *before], [Replicate(), *after]
-        x = DTensor.from_local(
-            local, mesh, before, run_check=False, shape=torch.Size(move.shape),
-            stride=torch.empty(move.shape, device="meta").stride(),
-        )  # fmt: skip
-        y = x.redistribute(mesh, after).to_local()
+        y = _dtensor(local, mesh, before, move.shape).redistribute(mesh, after).to_local()
         if move.destination is not None:
             move.destination.copy_(y)
 
@@ -494,7 +635,7 @@ def _cannot_move(tensor: Tensor) -> str:
 
 
 def _ascends(layout: Layout) -> bool:
-    mesh = torch.tensor(layout.ranks).view(layout.mesh_shape)
+    mesh = mesh_ranks(layout)
     return all(bool((mesh.diff(dim=dim) > 0).all()) for dim in range(mesh.ndim))
 
 
@@ -505,9 +646,7 @@ def _meshes(case: Case, groups: Groups) -> list[DeviceMesh]:
     for tensor in case.tensors:
         key = (tensor.src.ranks, tensor.dst.ranks, tensor.src.mesh_shape)
         if key not in made:
-            sides = (tensor.src, tensor.dst)[: 1 if key[0] == key[1] else 2]
-            meshes = [torch.tensor(layout.ranks).view(layout.mesh_shape).tolist() for layout in sides]
-            made[key] = groups.mesh(meshes if len(meshes) > 1 else meshes[0])
+            made[key] = groups.mesh_of(*(tensor.src, tensor.dst)[: 1 if key[0] == key[1] else 2])
         found.append(made[key])
     return found
 

@@ -1,4 +1,4 @@
-"""Measure reshard cases on the job's own ranks: torchrun --nproc-per-node 4 -m meshcast bench CASE ..."""
+"""The command `bench`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from ..bench.cases import Case
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("case", nargs="*", help="names of cases or of groups of cases; none: list them")
     parser.add_argument("--methods", help="columns of the table, separated by commas (default: all)")
     parser.add_argument("--seconds", type=float, default=0.3, help="what bounds are cut down to (0.3)")
     parser.add_argument("--repeats", type=int, default=5, help="measured rounds (5)")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Prints one line per case and method on rank 0. Returns 1 where a byte arrived wrong."""
+def run_bench(arguments: argparse.Namespace) -> int:
+    """Measure reshard cases on the job's own ranks: torchrun --nproc-per-node 4 -m meshcast bench CASE ..."""
     from ..bench.cases import CASES, find
     from ..bench.methods import METHODS
 

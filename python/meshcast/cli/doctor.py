@@ -1,4 +1,4 @@
-"""Print versions, backends, devices, network links, and what will not work here, and why."""
+"""The command `doctor`, which also runs as a script."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _WORKS = "meshcast works here"
 _PLANNED_GBPS = 10  # what Topology.from_hosts assumes of a host's link
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Prints the report. Returns 1 where calls fail here, as the verdict says, else 0."""
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Print versions, backends, devices, network links, and what will not work here, and why."""
     report = examine()
     print(json.dumps(report, indent=2) if arguments.json else render(report))
     return 0 if report["verdict"].startswith(_WORKS) else 1
@@ -283,9 +283,9 @@ def main() -> int:
     if importlib.util.find_spec("torch") is None:
         print(f"meshcast doctor: torch is not installed for {sys.executable}", file=sys.stderr)
         return 1
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
-    return run(parser.parse_args())
+    parser = argparse.ArgumentParser(description=run_doctor.__doc__)
+    doctor_arguments(parser)
+    return run_doctor(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Plan how a tensor moves between two layouts, without any process group, and print or draw the plan."""
+"""The command `plan`."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..base import checks
 from ..base.checks import read_json
@@ -17,11 +18,9 @@ from ..pages.page import write_plan_page
 from ..planning.plan import BALANCES, STRATEGIES, Plan, plan
 from ..planning.show import time_text
 from ..topology import Topology
-from ._values import PICTURES, named, output_file
+from .arguments import PICTURES, choice, named, number, output, reads
 
-T = TypeVar("T")
-
-_TOPOLOGY_OPTIONS: dict[str, Any] = {
+_TOPOLOGY: dict[str, Any] = {
     "ranks_per_host": 8,
     "nic_gbps": 10.0,
     "nics_per_host": 1,
@@ -30,64 +29,51 @@ _TOPOLOGY_OPTIONS: dict[str, Any] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `plan`."""
-    parser.add_argument(
-        "--shape", required=True, metavar="N,N,...", help="sizes of the tensor; '' for a scalar"
-    )
-    parser.add_argument("--dtype", required=True, help="torch dtype by name: float32, bfloat16, int32, ...")
-    parser.add_argument(
-        "--src",
-        required=True,
-        metavar="LAYOUT",
-        help="source: mesh, @ first rank, : a placement for each mesh dimension, e.g. "
+def plan_arguments(parser: argparse.ArgumentParser) -> None:
+    required: Any = functools.partial(parser.add_argument, required=True)
+    required("--shape", type=_shape, metavar="N,N,...", help="sizes of the tensor; '' for a scalar")
+    required("--dtype", type=_dtype, help="torch dtype by name: float32, bfloat16, int32, ...")
+    source = (
+        "source: mesh, @ first rank, : a placement for each mesh dimension, e.g. "
         "2x4:Shard(0),Replicate(); or S and R for each tensor dimension, e.g. 2x4:S0RR, where mesh "
-        'dimension 0 shards tensor dimension 0; or boxes by rank, e.g. {"0": [[[0, 4], [0, 8]]]}',
+        'dimension 0 shards tensor dimension 0; or boxes by rank, e.g. {"0": [[[0, 4], [0, 8]]]}'
     )
-    parser.add_argument(
-        "--dst", required=True, metavar="LAYOUT", help="destination, e.g. 3x4@8:Shard(0),Replicate()"
-    )
-    group = parser.add_argument_group("topology")
-    group.add_argument(
-        "--topology", type=Path, metavar="FILE", help="JSON of Topology.to_json; excludes the options below"
-    )
-    group.add_argument(
-        "--ranks-per-host", metavar="N", help="consecutive ranks that share a host (default 8)"
-    )
-    group.add_argument("--nic-gbps", metavar="RATE", help="Gbit/s of each NIC and direction (default 10)")
-    group.add_argument("--nics-per-host", metavar="N", help="NICs of a host (default 1)")
-    group.add_argument(
-        "--local-gbps", metavar="RATE", help="Gbit/s of a rank to its neighbours on the host (default 80)"
-    )
-    group.add_argument(
-        "--latency-us", metavar="TIME", help="fixed cost of a hop in microseconds (default 20)"
-    )
-    group = parser.add_argument_group("planning")
-    group.add_argument("--strategy", default="auto", help=f"{', '.join(STRATEGIES)} (default auto)")
-    group.add_argument(
-        "--balance", default="greedy", help=f"of broadcast: {', '.join(BALANCES)} (default greedy)"
-    )
-    group.add_argument(
-        "--chunk-bytes", metavar="N", help="pipelining grain (default: chosen by the cost model)"
-    )
-    group.add_argument("--seed", default="0", metavar="N", help="of the random rounds of greedy (default 0)")
-    group = parser.add_argument_group("output")
-    group.add_argument("--draw", type=Path, metavar="FILE", help="write the timeline as .png, .svg or .pdf")
-    group.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page with hosts, NICs and chunks on their way"
-    )
-    group.add_argument("--json", action="store_true", help="print the plan as JSON instead of text")
-    group.add_argument(
-        "--compare",
-        action="store_true",
-        help="print every strategy's makespan instead of one plan, as JSON with --json",
-    )
+    for option, text in (("--src", source), ("--dst", "destination, e.g. 3x4@8:Shard(0),Replicate()")):
+        required(option, type=_layout, metavar="LAYOUT", help=text)
+    add = parser.add_argument_group("topology").add_argument
+    text = "JSON of Topology.to_json; excludes the options below"
+    add("--topology", type=Path, metavar="FILE", help=text)
+    for name, metavar, text in (
+        ("ranks_per_host", "N", "consecutive ranks that share a host (default 8)"),
+        ("nic_gbps", "RATE", "Gbit/s of each NIC and direction (default 10)"),
+        ("nics_per_host", "N", "NICs of a host (default 1)"),
+        ("local_gbps", "RATE", "Gbit/s of a rank to its neighbours on the host (default 80)"),
+        ("latency_us", "TIME", "fixed cost of a hop in microseconds (default 20)"),
+    ):
+        add(_option(name), type=_topology_part(name), metavar=metavar, help=text)
+    add = parser.add_argument_group("planning").add_argument
+    for option, allowed, default, of in (
+        ("--strategy", STRATEGIES, "auto", ""),
+        ("--balance", BALANCES, "greedy", "of broadcast: "),
+    ):
+        text = f"{of}{', '.join(allowed)} (default {default})"
+        add(option, type=choice(allowed), default=default, help=text)
+    text = "pipelining grain (default: chosen by the cost model)"
+    add("--chunk-bytes", type=_integer(1, checks.MAX_INT64), metavar="N", help=text)
+    text = "of the random rounds of greedy (default 0)"
+    add("--seed", type=_integer(0, (1 << 64) - 1), default=0, metavar="N", help=text)
+    add = parser.add_argument_group("output").add_argument
+    text = "write the timeline as .png, .svg or .pdf"
+    add("--draw", type=output(PICTURES), metavar="FILE", help=text)
+    text = "write a page with hosts, NICs and chunks on their way"
+    add("--html", type=output(), metavar="FILE", help=text)
+    add("--json", action="store_true", help="print the plan as JSON instead of text")
+    text = "print every strategy's makespan instead of one plan, as JSON with --json"
+    add("--compare", action="store_true", help=text)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan."""
-    output_file("--draw", arguments.draw, PICTURES)
-    output_file("--html", arguments.html)
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Plan how a tensor moves between two layouts, without any process group, and print or draw the plan."""
     if arguments.compare:
         chosen = {
             "--strategy": arguments.strategy != "auto",
@@ -96,36 +82,28 @@ def run(arguments: argparse.Namespace) -> int:
         }
         for option in (each for each, given in chosen.items() if given):
             raise LayoutError(f"{option}: not allowed with --compare, which prints a table of all strategies")
-    with named("--shape"):
-        shape = _read_shape(arguments.shape)
-    with named("--dtype"):
-        dtype = checks.dtype(arguments.dtype)
-    layouts = []
-    for name in ("--src", "--dst"):
-        with named(name):
-            layout = _read_layout(getattr(arguments, name[2:]))
+    shape, src, dst = arguments.shape, arguments.src, arguments.dst
+    for option, layout in (("--src", src), ("--dst", dst)):
+        with named(option):
             layout.shards(shape)
-            layouts.append(layout)
-    topology = _read_topology(arguments)
-    with named("--strategy"):
-        strategy = checks.choice("value", arguments.strategy, STRATEGIES)
-    with named("--balance"):
-        balance = checks.choice("value", arguments.balance, BALANCES)
-    with named("--chunk-bytes"):
-        chunk_bytes = None if arguments.chunk_bytes is None else _read_number(arguments.chunk_bytes, int)
-        if chunk_bytes is not None:
-            checks.integer("value", chunk_bytes, 1, checks.MAX_INT64)
-    with named("--seed"):
-        seed = checks.integer("value", _read_number(arguments.seed, int), 0, (1 << 64) - 1)
+    given = {name: getattr(arguments, name) for name in _TOPOLOGY if getattr(arguments, name) is not None}
+    if arguments.topology is None:
+        topology = Topology.uniform(**{**_TOPOLOGY, **given})
+    elif given:
+        raise LayoutError(f"{_option(next(iter(given)))}: not allowed with --topology, which sets it")
+    else:
+        with named("--topology"):
+            topology = Topology.from_json(arguments.topology)
 
     def made(strategy: str) -> Plan:
-        return plan(shape, dtype, layouts[0], layouts[1], topology, strategy, balance, chunk_bytes, seed)
+        options = strategy, arguments.balance, arguments.chunk_bytes, arguments.seed
+        return plan(shape, arguments.dtype, src, dst, topology, *options)
 
     if arguments.compare:
         print(_compare(made, arguments.json))
         return 0
     with Progress("planning"):
-        result = made(strategy)
+        result = made(arguments.strategy)
     if arguments.draw is not None:
         with named("--draw"), Progress("drawing"):
             result.draw(arguments.draw)
@@ -136,16 +114,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _read_layout(text: str) -> Layout:
-    """The notation, or JSON of boxes by rank: {"0": [[[0, 4], [0, 8]]], ...}."""
+@reads
+def _layout(text: str) -> Layout:
+    """Reads the notation, or JSON of boxes by rank: {"0": [[[0, 4], [0, 8]]], ...}."""
     if not text.lstrip().startswith("{"):
         return Layout.parse(text)
     boxes = read_json(text, "layout")
-    ranks = {_read_number(rank, int): listed for rank, listed in boxes.items()}
-    return Layout.from_boxes(ranks)
+    return Layout.from_boxes({number(rank, int): listed for rank, listed in boxes.items()})
 
 
-def _read_shape(text: str) -> tuple[int, ...]:
+@reads
+def _shape(text: str) -> tuple[int, ...]:
     sizes = text.split(",") if text.strip() else []
     if not all(size.strip().isascii() and size.strip().isdigit() and len(size) < 25 for size in sizes):
         raise LayoutError(
@@ -154,33 +133,26 @@ def _read_shape(text: str) -> tuple[int, ...]:
     return checks.shape(int(size) for size in sizes)
 
 
-def _read_number(text: str, kind: Callable[[str], T]) -> T:
-    try:
-        if len(text) > 30:
-            raise ValueError
-        return kind(text)
-    except ValueError:
-        raise LayoutError(
-            f"{checks.shown(text)}: expected {'an integer' if kind is int else 'a number'}"
-        ) from None
+_dtype = reads(checks.dtype)
 
 
-def _read_topology(arguments: argparse.Namespace) -> Topology:
-    given = {
-        name: getattr(arguments, name) for name in _TOPOLOGY_OPTIONS if getattr(arguments, name) is not None
-    }
-    if arguments.topology is not None:
-        if given:
-            option = f"--{next(iter(given)).replace('_', '-')}"
-            raise LayoutError(f"{option}: not allowed with --topology, which sets it")
-        with named("--topology"):
-            return Topology.from_json(arguments.topology)
-    values = dict(_TOPOLOGY_OPTIONS)
-    for name, text in given.items():
-        with named(f"--{name.replace('_', '-')}"):
-            values[name] = _read_number(text, type(_TOPOLOGY_OPTIONS[name]))
-            Topology.uniform(**{**_TOPOLOGY_OPTIONS, name: values[name]})
-    return Topology.uniform(**values)
+def _integer(least: int, most: int) -> Callable[[str], int]:
+    return reads(lambda text: checks.integer("value", number(text, int), least, most))
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _topology_part(name: str) -> Callable[[str], Any]:
+    """Returns the type of an argument of Topology.uniform."""
+
+    def read(text: str) -> Any:
+        value = number(text, type(_TOPOLOGY[name]))
+        Topology.uniform(**{**_TOPOLOGY, name: value})
+        return value
+
+    return reads(read)
 
 
 def _compare(made: Callable[[str], Plan], as_json: bool) -> str:

@@ -17,8 +17,8 @@ from ..errors import Caller, LayoutError
 from ..pipelining.checkpoint import WholeState
 from ..pipelining.schedule import PipelineSchedule
 from ..topology import Topology
-from ..tuning.partition_search import Layer
-from ..tuning.recut import Recut, Wish, agreed_cut, all_well
+from ..tuning.recut import RebalanceRequest, Recut, agreed_cut, all_well
+from ..tuning.search import Layer
 from .remesh import remesh
 
 __all__ = ["Rebalanced", "rebalance"]
@@ -140,8 +140,10 @@ def rebalance(
                 f"{checks.shown(schedule)}"
             )
         named = names is not None
-        wish = Wish(optimizer, cut, layers, times, threshold, horizon, overhead, topology, build, named)
-        recut = agreed_cut(schedule, wish)
+        request = RebalanceRequest(
+            optimizer, cut, layers, times, threshold, horizon, overhead, topology, build, named
+        )
+        recut = agreed_cut(schedule, request)
         if recut is None:
             return None
         begin = time.monotonic()

@@ -1,4 +1,7 @@
-"""Pages: a plan, or timelines, as one HTML file that needs nothing else."""
+"""Pages: a plan, or timelines, as one HTML file that needs nothing else.
+
+Timelines are of simulated schedules, of steps that were recorded, and of the calls in flight records.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,9 @@ from typing import Any, NamedTuple
 from ..base import checks
 from ..base.checks import dtype_name
 from ..errors import LayoutError
+from ..pipelining.action import Action, ActionKind
+from ..pipelining.simulate import Span
+from ..pipelining.trace import Timeline
 from ..planning.plan import Plan
 from ..planning.show import ranks_text, size_text
 
@@ -19,6 +25,7 @@ __all__ = [
     "PageBar",
     "PagePanel",
     "critical_path",
+    "panel_of",
     "write_page",
     "write_plan_page",
     "write_timeline_page",
@@ -149,6 +156,69 @@ def write_timeline_page(panels: Sequence[PagePanel], title: str, path: str | Pat
     if bars > _MOST_BARS:
         raise LayoutError(f"{bars} bars are too many to draw, the limit is {_MOST_BARS}")
     write_page(path, title, "timeline", {"text": text, "panels": [panel._asdict() for panel in panels]})
+
+
+_WORDS = {
+    ActionKind.F: "forward of micro-batch {m}, stage {s}",
+    ActionKind.B: "backward of micro-batch {m}, stage {s}",
+    ActionKind.I: "input gradients of micro-batch {m}, stage {s}",
+    ActionKind.W: "weight gradients of micro-batch {m}, stage {s}",
+    ActionKind.SEND_F: "activation of micro-batch {m}, stage {s} to stage {p}",
+    ActionKind.SEND_B: "gradient of micro-batch {m}, stage {s} to stage {p}",
+    ActionKind.RECV_F: "waits for the activation of micro-batch {m} from stage {p}",
+    ActionKind.RECV_B: "waits for the gradient of micro-batch {m} from stage {p}",
+}
+
+
+def panel_of(timeline: Timeline) -> PagePanel:
+    """Returns the panel of a schedule, simulated or recorded."""
+    spans = timeline.spans
+    ranks = sorted({span.rank for span in spans})
+    rows = {rank: row for row, rank in enumerate(ranks)}
+    bars = []
+    for span, tone in zip(spans, timeline.tones(), strict=True):
+        action = span.action
+        kind = "wait" if action.kind.is_recv else action.kind.value
+        label = str(action.microbatch) if action.kind.is_compute else ""
+        words = _WORDS[action.kind].format(m=action.microbatch, s=action.stage, p=action.peer)
+        text = f"{action}: {words}"
+        bars.append(PageBar(rows[span.rank], kind, span.start, span.end, label, text, tone))
+    critical = critical_path([bar.start for bar in bars], [bar.end for bar in bars], _needs(spans))
+    names = [f"rank {rank}" for rank in ranks]
+    return PagePanel(timeline.title, timeline.unit, names, bars, timeline.end, timeline.facts, critical)
+
+
+def _needs(spans: Sequence[Span]) -> list[list[int]]:
+    """Returns for each span those that it may have waited for: the one before on its rank or link, what
+    computed or brought its input, and the computation on the other side."""
+    before: dict[object, int] = {}
+    made: dict[tuple[int, int, bool], list[int]] = {}  # stage, micro-batch, backward: computations
+    brought: dict[tuple[int, int, bool], list[int]] = {}  # the same: transfers to that stage
+    for index, span in enumerate(spans):
+        key = _value(span.action)
+        if span.action.kind.is_compute and span.action.kind is not ActionKind.W:
+            made.setdefault(key, []).append(index)
+        elif span.action.kind.is_send:
+            brought.setdefault((span.action.peer, *key[1:]), []).append(index)
+    needs: list[list[int]] = [[] for _ in spans]
+    for index in sorted(range(len(spans)), key=lambda index: spans[index].start):
+        rank, action = spans[index].rank, spans[index].action
+        lane: object = (rank, action.peer) if action.kind.is_send else rank
+        if lane in before:
+            needs[index].append(before[lane])
+        before[lane] = index
+        if action.kind.is_send:
+            needs[index] += made.get(_value(action), [])
+        else:
+            for other in brought.get(_value(action), []):
+                needs[index] += [other, *made.get(_value(spans[other].action), [])]
+    return needs
+
+
+def _value(action: Action) -> tuple[int, int, bool]:
+    """Returns the value that an action makes, sends or waits for: its stage, its micro-batch, and whether it
+    is a gradient."""
+    return action.stage, action.microbatch, action.kind.is_backward
 
 
 def critical_path(

@@ -48,7 +48,8 @@ from meshcast.pipelining.trace import StageTimes
 if TYPE_CHECKING:
     from meshcast.tuning.candidates import Candidate, Times
     from meshcast.tuning.choose import Choice, ScheduleAuto, choose
-    from meshcast.tuning.partition import Layer, Partition, Value, partition
+    from meshcast.tuning.partition import Partition, partition
+    from meshcast.tuning.search import Layer, Value
 
 __all__ = [
     "Action",
@@ -108,11 +109,11 @@ __all__ = [
 _TUNING = {
     "Candidate": "tuning.candidates",
     "Choice": "tuning.choose",
-    "Layer": "tuning.partition",
+    "Layer": "tuning.search",
     "Partition": "tuning.partition",
     "ScheduleAuto": "tuning.choose",
     "Times": "tuning.candidates",
-    "Value": "tuning.partition",
+    "Value": "tuning.search",
     "choose": "tuning.choose",
     "partition": "tuning.partition",
 }

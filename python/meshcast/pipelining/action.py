@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ..base.checks import shown, typed_arguments
+from ..base.checks import shown, table, typed_arguments
 from ..errors import MeshcastError
 
 __all__ = [
@@ -91,6 +91,20 @@ class ActionKind(Enum):
 
 
 _COMPUTE = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
+_TO_CONSUMER = (ActionKind.SEND_F, ActionKind.RECV_B)  # transfers whose other end is a consumer of the stage
+# What a compute action needs from other stages, and what it makes for them.
+_RECEIVES = {
+    ActionKind.F: ActionKind.RECV_F,
+    ActionKind.B: ActionKind.RECV_B,
+    ActionKind.I: ActionKind.RECV_B,
+}
+_SENDS = {ActionKind.F: ActionKind.SEND_F, ActionKind.B: ActionKind.SEND_B, ActionKind.I: ActionKind.SEND_B}
+_MATCHING = {
+    ActionKind.SEND_F: ActionKind.RECV_F,
+    ActionKind.RECV_F: ActionKind.SEND_F,
+    ActionKind.SEND_B: ActionKind.RECV_B,
+    ActionKind.RECV_B: ActionKind.SEND_B,
+}
 
 _PATTERN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)(?:([<>])(\d+))?")
 
@@ -172,19 +186,12 @@ class Action:
         return Action(self.peer, _MATCHING[self.kind], self.microbatch, self.stage)
 
 
-_MATCHING = {
-    ActionKind.SEND_F: ActionKind.RECV_F,
-    ActionKind.RECV_F: ActionKind.SEND_F,
-    ActionKind.SEND_B: ActionKind.RECV_B,
-    ActionKind.RECV_B: ActionKind.SEND_B,
-}
-
 Actions = dict[int, list[Action]]
 
 
 def neighbour(stage: int, kind: ActionKind) -> int:
     """The stage a transfer of this kind goes to or comes from when its text does not say."""
-    return stage + 1 if kind in (ActionKind.SEND_F, ActionKind.RECV_B) else stage - 1
+    return stage + 1 if kind in _TO_CONSUMER else stage - 1
 
 
 @typed_arguments(ScheduleError)
@@ -313,9 +320,15 @@ def lower(
         for stage in (source, target):
             if stage not in ranks:
                 raise ScheduleError(f"link {source} -> {target}: stage {stage} is on no rank")
+    for rank, row in actions.items():
+        for position, action in enumerate(row):
+            if not action.kind.is_compute:
+                raise ScheduleError(
+                    f"rank {rank}, step {position}: {action} is a transfer; only a compute-only schedule can "
+                    "be lowered"
+                )
     crossed = crossing(links, ranks)
-    check_compute_only(actions)
-    ends = unit_times(actions, links)
+    ends = _unit_times(actions, links)
     return {rank: _lower_row(row, crossed, ahead, ends) for rank, row in actions.items()}
 
 
@@ -329,30 +342,19 @@ def _lower_row(
         if action.kind is ActionKind.W:
             continue
         counted.append(position)
-        for receive in _receives(action, links):
+        for receive in _transfers(action, links, _RECEIVES):
             early = counted[max(0, len(counted) - 1 - ahead * abs(receive.peer - receive.stage))]
             made = min(ends.get(maker, _NEVER) for maker in _makers(receive))
             receives[min(early, bisect_left(row_ends, made, 0, position))].append(receive)
     lowered: list[Action] = []
     for posted, action in zip(receives, row, strict=True):
-        lowered += [*posted, action, *_sends(action, links)]
+        lowered += [*posted, action, *_transfers(action, links, _SENDS)]
     return lowered
 
 
-def check_compute_only(actions: Mapping[int, Sequence[Action]]) -> None:
-    """Raises ScheduleError naming the first transfer there is."""
-    for rank, row in actions.items():
-        for position, action in enumerate(row):
-            if not action.kind.is_compute:
-                raise ScheduleError(
-                    f"rank {rank}, step {position}: {action} is a transfer; only a compute-only "
-                    "schedule can be lowered"
-                )
-
-
-def unit_times(actions: Mapping[int, Sequence[Action]], links: Sequence[Link]) -> dict[Action, int]:
-    """When each compute action ends if every one takes one unit and transfers take none. An action that never
-    gets to run, since what it needs is missing or behind it, is left out: `validate` says why."""
+def _unit_times(actions: Mapping[int, Sequence[Action]], links: Sequence[Link]) -> dict[Action, int]:
+    """Returns when each compute action ends if every one takes one unit and transfers take none. An action
+    that never gets to run, since what it needs is missing or behind it, is left out: `validate` says why."""
     present = {action for row in actions.values() for action in row}
     ends: dict[Action, int] = {}
     step = dict.fromkeys(actions, 0)
@@ -362,7 +364,8 @@ def unit_times(actions: Mapping[int, Sequence[Action]], links: Sequence[Link]) -
         for rank, row in actions.items():
             while step[rank] < len(row):
                 action = row[step[rank]]
-                makers = [m for receive in _receives(action, links) for m in _makers(receive) if m in present]
+                receives = _transfers(action, links, _RECEIVES)
+                makers = [m for receive in receives for m in _makers(receive) if m in present]
                 if not all(maker in ends for maker in makers):
                     break
                 before = ends[row[step[rank] - 1]] if step[rank] else 0
@@ -373,50 +376,22 @@ def unit_times(actions: Mapping[int, Sequence[Action]], links: Sequence[Link]) -
 
 
 def _makers(receive: Action) -> list[Action]:
-    """The compute actions, one of which makes what is received."""
+    """Returns the compute actions, one of which makes what is received."""
     kinds = (ActionKind.F,) if receive.kind is ActionKind.RECV_F else (ActionKind.B, ActionKind.I)
     return [Action(receive.peer, kind, receive.microbatch) for kind in kinds]
 
 
-def _receives(action: Action, links: Sequence[Link]) -> list[Action]:
-    """The receives of a compute action: what it needs from other stages."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind is ActionKind.F:
-        return [
-            Action(stage, ActionKind.RECV_F, microbatch, source)
-            for source, target in links
-            if target == stage
-        ]
-    if action.kind in (ActionKind.B, ActionKind.I):
-        return [
-            Action(stage, ActionKind.RECV_B, microbatch, target)
-            for source, target in links
-            if source == stage
-        ]
-    return []
-
-
-def _sends(action: Action, links: Sequence[Link]) -> list[Action]:
-    """The sends of a compute action: to every consumer after a forward, to every producer after a
-    backward."""
-    return [receive.matching() for receive in _consumers(action, links)]
-
-
-def _consumers(action: Action, links: Sequence[Link]) -> list[Action]:
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind is ActionKind.F:
-        return [
-            Action(target, ActionKind.RECV_F, microbatch, stage)
-            for source, target in links
-            if source == stage
-        ]
-    if action.kind in (ActionKind.B, ActionKind.I):
-        return [
-            Action(source, ActionKind.RECV_B, microbatch, stage)
-            for source, target in links
-            if target == stage
-        ]
-    return []
+def _transfers(action: Action, links: Sequence[Link], kinds: Mapping[ActionKind, ActionKind]) -> list[Action]:
+    """Returns the transfers of a compute action over the links of its stage. kinds: by that of the action."""
+    kind = kinds.get(action.kind)
+    if kind is None:
+        return []
+    stage = action.stage
+    if kind in _TO_CONSUMER:
+        others = [target for source, target in links if source == stage]
+    else:
+        others = [source for source, target in links if target == stage]
+    return [Action(stage, kind, action.microbatch, other) for other in others]
 
 
 Cell = tuple[int, int]  # rank, step
@@ -433,16 +408,11 @@ def format_grid(actions: Mapping[int, Sequence[Action]], marked: Collection[Cell
     if marked:
         first = max(0, min(step for _, step in marked) - _AROUND)
         last = min(steps, max(step for _, step in marked) + _AROUND + 1)
-    header = ["step", *(f"rank {rank}" for rank in ranks)]
-    table = [header]
+    rows = [["step", *(f"rank {rank}" for rank in ranks)]]
     for step in range(first, last):
         cells = [_cell(actions[rank], step, (rank, step) in marked) for rank in ranks]
-        table.append([str(step), *cells])
-    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    )
+        rows.append([str(step), *cells])
+    return table(rows)
 
 
 def _cell(row: Sequence[Action], step: int, marked: bool) -> str:
@@ -504,5 +474,4 @@ def _per_stage(name: str, value: Seconds, stages: int) -> list[float]:
 
 def link_of(action: Action) -> Link:
     """The link a transfer belongs to, producer first, whatever its direction."""
-    sends_down = action.kind in (ActionKind.SEND_F, ActionKind.RECV_B)
-    return (action.stage, action.peer) if sends_down else (action.peer, action.stage)
+    return (action.stage, action.peer) if action.kind in _TO_CONSUMER else (action.peer, action.stage)

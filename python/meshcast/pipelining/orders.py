@@ -16,7 +16,6 @@ __all__ = [
     "alternate",
     "build",
     "check_size",
-    "check_sizes",
     "delay_weights",
     "forward_only",
     "spec_of",
@@ -33,7 +32,12 @@ def check_size(stages: int, microbatches: int) -> None:
     for name, count in (("stages", stages), ("microbatches", microbatches)):
         if isinstance(count, bool) or not isinstance(count, int):
             raise ScheduleError(f"{name} must be an integer, found {shown(count)}")
-    if stages > 0 and microbatches > 0 and stages * microbatches > _MOST_FORWARDS:
+    if stages < 1 or microbatches < 1:
+        raise ScheduleError(
+            f"a pipeline needs at least 1 stage and 1 micro-batch, found stages={stages}, "
+            f"microbatches={microbatches}"
+        )
+    if stages * microbatches > _MOST_FORWARDS:
         raise ScheduleError(
             f"{stages} stages and {microbatches} micro-batches are {stages * microbatches} forwards in a "
             f"step; at most {_MOST_FORWARDS} can be scheduled"
@@ -59,15 +63,6 @@ class OrderSpec:
 
 # The forwards of each stage before its first backward: by rule, as the number of the first stage, or listed.
 Warmup = Literal["1f1b", "eager"] | int | Sequence[int]
-
-
-def check_sizes(stages: int, microbatches: int) -> None:
-    """Raises ScheduleError unless both counts are at least one."""
-    if stages < 1 or microbatches < 1:
-        raise ScheduleError(
-            f"a pipeline needs at least 1 stage and 1 micro-batch, found stages={stages}, "
-            f"microbatches={microbatches}"
-        )
 
 
 def warmup_of_stages(warmup: Warmup, stages: int, microbatches: int) -> list[int]:
@@ -178,7 +173,6 @@ def gpipe(stages: int, microbatches: int) -> Actions:
 
     Rank i runs stage i.
     """
-    check_sizes(stages, microbatches)
     return {
         stage: microbatches_of(stage, ActionKind.F, microbatches)
         + microbatches_of(stage, ActionKind.B, microbatches)
@@ -206,7 +200,6 @@ def one_f_one_b(stages: int, microbatches: int, warmup: Warmup = "1f1b") -> Acti
 
     Rank i runs stage i. For `warmup` see `warmup_of_stages`.
     """
-    check_sizes(stages, microbatches)
     return {
         stage: alternate(
             microbatches_of(stage, ActionKind.F, microbatches),
@@ -274,7 +267,6 @@ def interleaved_1f1b(
     Rank r runs stages r, r + ranks, r + 2 ranks, ...; ranks: default half the stages, two on each. Raises
     ScheduleError unless the ranks divide the stages.
     """  # noqa: E501
-    check_sizes(stages, microbatches)
     if ranks is None and stages % 2:
         raise ScheduleError(
             f"Interleaved1F1B: {stages} stages are not two on each rank; say how many ranks there are "
@@ -347,13 +339,11 @@ def zb_h1(stages: int, microbatches: int) -> Actions:
 
     Rank i runs stage i.
     """
-    check_sizes(stages, microbatches)
     return {stage: _row(stage, stages - stage, stage, stages, microbatches) for stage in range(stages)}
 
 
 def zb_h2(stages: int, microbatches: int) -> Actions:
     """ZB-H2: twice the memory of 1F1B, and no bubbles; see `zb_h1`. Rank i runs stage i."""
-    check_sizes(stages, microbatches)
     return {
         stage: _row(stage, 2 * (stages - stage) - 1, 2 * stage, stages, microbatches)
         for stage in range(stages)
@@ -405,7 +395,6 @@ def zb_v(stages: int, microbatches: int) -> Actions:
 
     Rank r runs stages r and stages - 1 - r. Raises ScheduleError for an odd number of stages.
     """  # noqa: E501
-    check_sizes(stages, microbatches)
     if stages % 2:
         raise ScheduleError(f"ZB-V has two stages on each rank: an even number of stages, found {stages}")
     ranks = stages // 2

@@ -35,14 +35,14 @@ from .action import (
     lower,
     stage_ranks,
 )
-from .orders import build, forward_only, spec_of
+from .orders import forward_only, spec_of
 from .simulate import (
     AutoWarmup,
     Budget,
     SendModel,
     SimulationReport,
     check_budget,
-    resolve_warmup,
+    scheduled,
     simulate_actions,
 )
 
@@ -310,28 +310,18 @@ class Recipe:
         """Actions of a training step, by row of the schedule; compute only but for `lowered_already`."""
         if self.given is not None:
             return self.given
-        costs = self._costs()
-        warmup = resolve_warmup(
-            self.warmup,
+        built = scheduled(
             self.name,
             self.stages,
             self.microbatches,
-            self.budget,
-            costs,
+            self._costs(),
             self.links,
-            self.delayed,
-        )
-        built = build(
-            self.name,
-            self.stages,
-            self.microbatches,
             ranks=rows if spec_of(self.name).open_ranks else None,
-            warmup=warmup,
+            warmup=self.warmup,
+            budget=self.budget,
             delay_weight_grad=self.delayed,
         )
-        if self.budget is not None:
-            report = simulate_actions(lower(built, self.links), costs)
-            check_budget(self.budget, report.peak_activations)
+        check_budget(self.budget, built)
         return built
 
     def _costs(self, **times: Any) -> Costs:

@@ -139,7 +139,6 @@ class Runtime:
         self._last_consumer = {stage: self._farthest(links, 1) for stage, links in self._consumers.items()}
         self._last_producer = {stage: self._farthest(links, 0) for stage, links in self._producers.items()}
         self._row: Sequence[Action] = ()
-        self._names: dict[Action, str] = {}  # of the actions of that row
         self._arriving: dict[Action, list[Arrival]] = {}
         self._outputs: dict[_Key, list[torch.Tensor]] = {}
         self._gradients: dict[_Key, Sequence[torch.Tensor | None]] = {}
@@ -203,7 +202,7 @@ class Runtime:
         if self._gpu is not None:
             self._gpu.begin_step()
         if actions is not self._row:
-            self._row, self._names = actions, {action: str(action) for action in actions}
+            self._row = actions
             self._to_free = self._stages_to_free(actions)
         sent_before = self.bytes_sent
         for action in actions:
@@ -305,9 +304,9 @@ class Runtime:
         """To the trace, without the wait for what it needed, which has an event of its own."""
         if self._gpu is None or mark is None:
             end = time.perf_counter()
-            self._trace.add(self._names[action], "compute", max(begin, self._waited_until), end)
+            self._trace.add(action, max(begin, self._waited_until), end)
         else:
-            self._gpu.add(self._names[action], "compute", self._resumed or mark, self._gpu.mark())
+            self._gpu.add(action, self._resumed or mark, self._gpu.mark())
             self._resumed = None
 
     def clear(self) -> None:
@@ -400,12 +399,12 @@ class Runtime:
                 before = self._gpu.mark()
                 self._until_ended(handle)
                 self._resumed = self._gpu.mark()
-                self._gpu.add(f"wait {receive}", "wait", before, self._resumed)
+                self._gpu.add(receive, before, self._resumed)
             else:
                 begin = time.perf_counter()
                 self._until_ended(handle)
                 self._waited_until = time.perf_counter()
-                self._trace.add(f"wait {receive}", "wait", begin, self._waited_until)
+                self._trace.add(receive, begin, self._waited_until)
             if transfers.relays:  # what this rank passed on to other receivers
                 self.bytes_sent += transfers.bytes_sent(handle)
         return arrived
@@ -500,11 +499,11 @@ class Runtime:
                 continue
             self._until_ended(handle)
             if self._gpu is not None:
-                self._gpu.add_transfer(self._names[action], begin, handle)
+                self._gpu.add_transfer(action, begin, handle)
                 self.bytes_sent += transfers.bytes_sent(handle)
                 continue
             figures = handle.figures()
-            self._trace.add(self._names[action], "transfer", begin, begin + figures["seconds"])
+            self._trace.add(action, begin, begin + figures["seconds"])
             self.bytes_sent += figures["bytes_sent"]
         self._sends = flying
 

@@ -26,12 +26,12 @@ from .microbatch import Pieces
 from .parallel import hooks_at_the_end
 from .recipe import Recipe
 from .runtime import Runtime
-from .simulate import AutoWarmup, Budget
+from .simulate import AutoWarmup, Budget, Span
 from .stage import PipelineStage, checked, current, reduce_once
 from .step import GivenOrder, StepFeed, functions_for, functions_of
 from .step_end import StepEnd, pairs_are_final
 from .table import StageTable, agree_on_stages, describe_stages
-from .trace import Event, RecentTimes, StageTimes, draw_panels, exposed_seconds, panel_of
+from .trace import RecentTimes, StageTimes, Timeline, draw_timelines, exposed_seconds
 from .varying import Wirings, agree_on_step, check_fit
 from .wiring import Wiring, transfer_times
 
@@ -80,7 +80,7 @@ class ScheduleViews:
         if not together:
             return trace.summary(self._rank)
         mine = trace.on_the_clock(self._rank)
-        sends = [[each.name, each.begin, each.end] for each in mine if "SEND" in each.name]
+        sends = [[str(each.action), each.start, each.end] for each in mine if each.action.kind.is_send]
         topic = f"sends/{self._summaries}"
         self._board.publish(topic, {"sends": sends})
         found = self._board.collect(topic)
@@ -88,7 +88,10 @@ class ScheduleViews:
             self._board.forget(f"sends/{self._summaries - 1}")
         self._summaries += 1
         others = [
-            Event(rank, *send) for rank, said in found.items() if rank != self._rank for send in said["sends"]
+            Span(rank, Action.parse(action), start, end)
+            for rank, said in found.items()
+            if rank != self._rank
+            for action, start, end in said["sends"]
         ]
         return trace.summary(self._rank, exposed_seconds([*mine, *others]).get(self._rank, 0.0))
 
@@ -140,7 +143,7 @@ class ScheduleViews:
         report = self._recipe.simulated(len(table.rows), train=table.trains, **times)
         name = type(self).__name__.removeprefix("Schedule")
         title = f"{name}, {self._recipe.stages} stages, {self._n_microbatches} micro-batches, simulated"
-        draw_panels([panel_of(title, report)], Path(path))
+        draw_timelines([Timeline.simulated(title, report)], Path(path))
 
     def transfer_times(self, topology: Topology | None = None) -> dict[Link, float]:
         """Seconds that a micro-batch of the last step takes over each link by the planner's cost model: what

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -42,11 +42,12 @@ __all__ = [
     "AutoWarmup",
     "Budget",
     "SendModel",
-    "Simulation",
     "SimulationReport",
     "Span",
+    "best_warmup",
     "check_budget",
-    "resolve_warmup",
+    "most_held",
+    "scheduled",
     "simulate",
     "simulate_actions",
 ]
@@ -57,7 +58,8 @@ _TOLD = 4096  # events from one time that it is told how far this is to the next
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A compute action or a transfer (named by its SEND) and when it ran, in the unit of the times given."""
+    """An action of a rank and when it began and ended, simulated or measured: a compute action, a transfer
+    (named by its SEND), or the wait for a value (named by its RECV)."""
 
     rank: int
     action: Action
@@ -66,7 +68,7 @@ class Span:
 
 
 @dataclass(slots=True)
-class Simulation:
+class _Simulation:
     """One run. Arguments as `simulate_actions` explains them; results are the fields that it reads."""
 
     actions: Actions
@@ -77,8 +79,6 @@ class Simulation:
     tell: Callable[[float], None] | None = None  # is told, now and then, which part of the actions is done
     timeline: list[Span] = field(default_factory=list)
     transfers: list[Span] = field(default_factory=list)
-    peak_of_stage: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    peak_of_rank: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     exposed: float = 0.0  # time that ranks did nothing but wait for a value that was travelling
     _now: float = 0.0
     _step: dict[int, int] = field(default_factory=dict)
@@ -92,8 +92,6 @@ class Simulation:
     _arrived: set[Action] = field(default_factory=set)  # RECVs
     _held: dict[tuple[int, int, ActionKind], list[Action]] = field(default_factory=lambda: defaultdict(list))
     _link_free: dict[object, float] = field(default_factory=lambda: defaultdict(float))
-    _alive: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    _alive_on_rank: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     _numbered: int = 0
     # time, number, rank, RECV that arrived or None where a compute action ended
     _events: list[tuple[float, int, int, Action | None]] = field(default_factory=list)
@@ -121,7 +119,9 @@ class Simulation:
                 self.tell(sum(self._step.values()) / total)
             self._now, _, rank, receive = heapq.heappop(self._events)
             if receive is None:
-                self._finish(rank)
+                self._busy.discard(rank)
+                self._idle_since[rank] = self._now
+                self._step[rank] += 1
                 self._advance([rank])
             else:
                 self._arrived.add(receive)
@@ -166,25 +166,9 @@ class Simulation:
             left, came = max((self._travel[receive] for receive in needs), key=lambda times: times[1])
             self.exposed += max(0.0, came - max(begin, left))
         self.timeline.append(Span(rank, action, self._now, end))
-        if action.kind is ActionKind.F:
-            self._keep(rank, action.stage, 1)
         self._busy.add(rank)
         self._at(end, rank, None)
         return True
-
-    def _keep(self, rank: int, stage: int, count: int) -> None:
-        self._alive[stage] += count
-        self._alive_on_rank[rank] += count
-        self.peak_of_stage[stage] = max(self.peak_of_stage[stage], self._alive[stage])
-        self.peak_of_rank[rank] = max(self.peak_of_rank[rank], self._alive_on_rank[rank])
-
-    def _finish(self, rank: int) -> None:
-        action = self.actions[rank][self._step[rank]]
-        if action.kind in (ActionKind.B, ActionKind.W):
-            self._keep(rank, action.stage, -1)
-        self._busy.discard(rank)
-        self._idle_since[rank] = self._now
-        self._step[rank] += 1
 
     def _send(self, send: Action) -> bool:
         """False while the sender has to wait: for its receive to be posted, or for a free buffer."""
@@ -277,26 +261,42 @@ AutoWarmup = Warmup | Literal["auto"]
 Budget = int | Sequence[int] | None
 
 
-def resolve_warmup(
-    warmup: AutoWarmup | None,
+def scheduled(
     name: str,
+    stages: int,
+    microbatches: int,
+    costs: Costs,
+    links: Sequence[Link] | None,
+    *,
+    ranks: int | None = None,
+    warmup: AutoWarmup | None = None,
+    budget: Budget = None,
+    delay_weight_grad: bool = False,
+) -> Actions:
+    """Returns what `build` makes. warmup: "auto" is chosen by the costs, within the budget."""
+    if isinstance(warmup, str) and warmup == "auto":
+        if not spec_of(name).warmup_by_stage:
+            raise ScheduleError(
+                f'warmup="auto" chooses between 1F1B and Eager1F1B, {name} has no such choice'
+            )
+        warmup = best_warmup(stages, microbatches, budget, costs, links, delay_weight_grad)
+    return build(name, stages, microbatches, ranks=ranks, warmup=warmup, delay_weight_grad=delay_weight_grad)
+
+
+def best_warmup(
     stages: int,
     microbatches: int,
     budget: Budget,
     costs: Costs,
-    links: Sequence[Link] | None = None,
-    delay_weight_grad: bool = False,
-) -> Warmup | None:
-    """Returns the warm-up that `build` takes: for "auto" that of each stage, any other as it is.
+    links: Sequence[Link] | None,
+    delay_weight_grad: bool,
+) -> list[int]:
+    """Returns the warm-up of each stage that makes a step of 1F1B shortest.
 
     For stage i of n it is between n - i and 2(n - i) - 1, within the budget. Hops are tried in the order of
     their transfer times, slowest first; of equally long steps the one that holds the fewest micro-batches is
     taken. Raises ScheduleError if the budget is below what 1F1B holds.
     """
-    if not isinstance(warmup, str) or warmup != "auto":
-        return warmup
-    if not spec_of(name).warmup_by_stage:
-        raise ScheduleError(f'warmup="auto" chooses between 1F1B and Eager1F1B, {name} has no such choice')
     limits = _limits(budget, stages)
     for stage, limit in enumerate(limits):
         least = min(microbatches, stages - stage)
@@ -315,10 +315,8 @@ def resolve_warmup(
     def rate(eager: frozenset[int]) -> tuple[float, int]:
         counts = _warmups(eager, stages)
         actions = build("1F1B", stages, microbatches, warmup=counts, delay_weight_grad=delay_weight_grad)
-        run = Simulation(lower(actions, links), costs, False, False, None)
-        run.run()
         # Rounded: sums of the same times in another order must count as equal.
-        return round(max(span.end for span in [*run.timeline, *run.transfers]), 9), sum(counts)
+        return round(simulate_actions(lower(actions, links), costs).makespan, 9), sum(counts)
 
     hops = sorted(range(stages - 1), key=lambda hop: (-costs.of_transfer((hop, hop + 1)), hop))
     best, rated = frozenset[int](), rate(frozenset())
@@ -334,8 +332,48 @@ def resolve_warmup(
     return _warmups(best, stages)
 
 
-def check_budget(budget: Budget, peaks: Sequence[int]) -> None:
+def most_held(
+    row: Iterable[Action],
+    held: Callable[[int], float] = lambda _: 1.0,
+    between: Callable[[int], float] = lambda _: 0.0,
+) -> float:
+    """Returns the most that a rank holds at once for its backwards, whatever the times: its order decides.
+
+    Args:
+        row: actions of the rank.
+        held: by stage, what it holds of a micro-batch from the forward to the backward of the weights.
+            Default: one, which counts micro-batches.
+        between: by stage, how much more it holds between I and W.
+    """
+    now = most = 0.0
+    for action in row:
+        stage, kind = action.stage, action.kind
+        if kind is ActionKind.F:
+            now += held(stage)
+        elif kind is ActionKind.I:
+            now += between(stage)
+        most = max(most, now)
+        if kind is ActionKind.B:
+            now -= held(stage)
+        elif kind is ActionKind.W:
+            now -= held(stage) + between(stage)
+    return most
+
+
+def _peaks(actions: Mapping[int, Sequence[Action]]) -> list[int]:
+    """Returns for each stage the most micro-batches that it holds activations of."""
+    of_stage: dict[int, list[Action]] = defaultdict(list)
+    for row in actions.values():
+        for action in row:
+            of_stage[action.stage].append(action)
+    return [int(most_held(of_stage[stage])) for stage in sorted(of_stage)]
+
+
+def check_budget(budget: Budget, actions: Mapping[int, Sequence[Action]]) -> None:
     """Raises ScheduleError naming the stage that holds more micro-batches than it may."""
+    if budget is None:
+        return
+    peaks = _peaks(actions)
     for stage, (limit, peak) in enumerate(zip(_limits(budget, len(peaks)), peaks, strict=True)):
         if limit is not None and peak > limit:
             raise ScheduleError(
@@ -452,28 +490,27 @@ def simulate(
         if stages is None or microbatches is None:
             raise ScheduleError(f"simulate({schedule!r}) needs stages and microbatches")
         check_size(stages, microbatches)
-        costs = Costs.of(max(stages, 0), forward, backward, weight, transfer)
-        chosen = resolve_warmup(
-            warmup, schedule, stages, microbatches, memory_budget, costs, links, delay_weight_grad
-        )
-        actions = build(
+        costs = Costs.of(stages, forward, backward, weight, transfer)
+        actions = scheduled(
             schedule,
             stages,
             microbatches,
+            costs,
+            links,
             ranks=ranks,
-            warmup=chosen,
+            warmup=warmup,
+            budget=memory_budget,
             delay_weight_grad=delay_weight_grad,
         )
-    lowered = lower(actions, links, ahead)
     report = simulate_actions(
-        lowered,
+        lower(actions, links, ahead),
         costs,
         send_model,
         shared_links=shared_links,
         buffers=buffers,
         tell=lambda part: tell(_LOWERED + (1.0 - _LOWERED) * part),
     )
-    check_budget(memory_budget, report.peak_activations)
+    check_budget(memory_budget, actions)
     return report
 
 
@@ -490,7 +527,7 @@ def simulate_actions(
     tell: is told, now and then, which part is done."""
     if send_model not in ("buffered", "rendezvous"):
         raise ScheduleError(f'send_model is "buffered" or "rendezvous", found {send_model!r}')
-    done = Simulation(actions, costs, send_model == "rendezvous", shared_links, buffers, tell)
+    done = _Simulation(actions, costs, send_model == "rendezvous", shared_links, buffers, tell)
     done.run()
     makespan = max((span.end for span in [*done.timeline, *done.transfers]), default=0.0)
     busy = dict.fromkeys(actions, 0.0)
@@ -504,8 +541,8 @@ def simulate_actions(
     return SimulationReport(
         makespan=makespan,
         bubble_fraction=1.0 - sum(busy.values()) / capacity if capacity else 0.0,
-        peak_activations=[done.peak_of_stage[stage] for stage in sorted(done.peak_of_stage)],
-        peak_of_ranks=[done.peak_of_rank[rank] for rank in order],
+        peak_activations=_peaks(actions),
+        peak_of_ranks=[int(most_held(actions[rank])) for rank in order],
         idle=[ends[rank][1] - ends[rank][0] - busy[rank] if rank in ends else 0.0 for rank in order],
         exposed_fraction=done.exposed / capacity if capacity else 0.0,
         timeline=sorted(done.timeline, key=lambda span: (span.start, span.rank)),

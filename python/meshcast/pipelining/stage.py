@@ -522,9 +522,9 @@ def checked(stages: Sequence[PipelineStage], microbatches: int) -> dict[int, Pip
     """The stages by number, ascending. Raises LayoutError unless they can be one rank's."""
     if isinstance(microbatches, bool) or not isinstance(microbatches, int):
         raise LayoutError(f"n_microbatches must be an integer, found {shown(microbatches)}")
-    check_size(stages[0].num_stages, microbatches)
     if microbatches < 1:
         raise LayoutError(f"n_microbatches must be at least 1, found {microbatches}")
+    check_size(stages[0].num_stages, microbatches)
     first = stages[0]
     for stage in stages[1:]:
         for what, mine, theirs in (

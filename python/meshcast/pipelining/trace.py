@@ -25,40 +25,29 @@ from ..base.checks import integer
 from ..base.observe import job_ids
 from ..errors import LayoutError, MeshcastError
 from .action import Action, ActionKind, ScheduleError
-from .simulate import SimulationReport
+from .simulate import SimulationReport, Span
 
 __all__ = [
-    "Bar",
-    "Event",
     "GpuClock",
     "Mark",
-    "Panel",
     "RecentTimes",
     "StageTimes",
+    "Timeline",
     "Trace",
-    "bar_of",
-    "draw_panels",
+    "draw_timelines",
     "exposed_seconds",
     "format_timeline",
     "jobs_of_trace",
-    "panel_of",
     "read_trace",
 ]
 
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """An event of a rank, in seconds of its host's clock. name: an action, or "wait " and a RECV."""
-
-    rank: int
-    name: str
-    begin: float
-    end: float
+_WAIT = "wait "  # before the RECV, in the name of an event
 
 
-def read_trace(path: Path) -> list[Event]:
-    """The events of a file that `Trace.write` wrote. Raises LayoutError for other files."""
-    events = []
+def read_trace(path: Path) -> list[Span]:
+    """Returns the spans of a file that `Trace.write` wrote, by its host's clock. Raises LayoutError for other
+    files."""
+    spans = []
     try:
         content = json.loads(path.read_text())
         start = float(content.get("otherData", {}).get("begin", 0.0))
@@ -66,74 +55,72 @@ def read_trace(path: Path) -> list[Event]:
             if each.get("ph") == "X":
                 begin = start + float(each["ts"]) / 1e6
                 end = begin + float(each["dur"]) / 1e6
-                events.append(Event(int(each["pid"]), _checked(str(each["name"])), begin, end))
+                spans.append(Span(int(each["pid"]), _action(str(each["name"])), begin, end))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LayoutError(
             f"not a trace of a pipeline step ({type(error).__name__}: {checks.shown(str(error))})"
         ) from None
-    return events
+    return spans
 
 
 def jobs_of_trace(path: Path) -> list[str]:
-    """Ids of the job that a trace is of, see `meshcast.base.observe.job_ids`; none in older ones. Of a file
-    that read_trace has read."""
+    """Returns the ids of the job that a trace is of, see `meshcast.base.observe.job_ids`; none in older ones.
+    read_trace has read the file before."""
     found = json.loads(path.read_text()).get("otherData", {}).get("jobs", [])
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise LayoutError(f"otherData.jobs is {checks.shown(found)}: not what a trace holds there")
     return found
 
 
-def _checked(name: str) -> str:
-    """The name in the text form of its action."""
-    waits = "wait " if name.startswith("wait ") else ""
+def _action(name: str) -> Action:
+    """Returns the action that an event of a trace is named by."""
     try:
-        action = Action.parse(name.removeprefix("wait "))
+        action = Action.parse(name.removeprefix(_WAIT))
     except ScheduleError:
         raise LayoutError(f"event {checks.shown(name)} is no action of a pipeline") from None
-    if action.kind.is_recv != bool(waits):
+    if action.kind.is_recv != name.startswith(_WAIT):
         raise LayoutError(f"event {checks.shown(name)} is not one that a trace holds")
-    return f"{waits}{action}"
+    return action
 
 
-def exposed_seconds(events: Iterable[Event]) -> dict[int, float]:
-    """For each rank, how long it did nothing but wait for values that were on their way: its waits, each from
-    the moment that the value was sent. What it waits before that is the bubble of the schedule.
+def exposed_seconds(spans: Iterable[Span]) -> dict[int, float]:
+    """Returns for each rank how long it did nothing but wait for values that were in flight: its waits, each
+    from the moment that the value was sent. What it waits before that is the bubble of the schedule.
 
-    Counts only waits whose sender's trace is among the events; clocks of several hosts must agree.
+    Counts only waits whose sender's trace is among the spans; clocks of several hosts must agree.
     """
-    events = list(events)
-    sent: dict[str, float] = {}
-    for event in events:
-        if "SEND" in event.name:
+    spans = list(spans)
+    sent: dict[Action, float] = {}
+    for span in spans:
+        if span.action.kind.is_send:
             # Of a value cut over several ranks the last part counts.
-            sent[event.name] = max(sent.get(event.name, event.begin), event.begin)
+            sent[span.action] = max(sent.get(span.action, span.start), span.start)
     exposed: dict[int, float] = {}
-    for event in events:
-        if event.name.startswith("wait "):
-            name = str(Action.parse(event.name.removeprefix("wait ")).matching())
-            if name in sent:
-                waited = max(0.0, event.end - max(event.begin, sent[name]))
-                exposed[event.rank] = exposed.get(event.rank, 0.0) + waited
+    for span in spans:
+        if span.action.kind.is_recv and (send := span.action.matching()) in sent:
+            waited = max(0.0, span.end - max(span.start, sent[send]))
+            exposed[span.rank] = exposed.get(span.rank, 0.0) + waited
     return exposed
 
 
 @dataclass(slots=True)
 class Trace:
-    """Events of one step on one rank. Times are those of ``time.perf_counter``, in seconds.
+    """Actions of one step on one rank, a RECV as the wait for its value. Times are those of
+    ``time.perf_counter``, in seconds.
 
     began: the moment that the trace was made, by that clock and by the clock of the host (Unix time), which
     lets the traces of several ranks be put together.
     """
 
     began: tuple[float, float] = field(default_factory=lambda: (time.perf_counter(), time.time()))
-    events: list[tuple[str, str, float, float]] = field(default_factory=list)  # name, category, begin, end
+    events: list[tuple[Action, float, float]] = field(default_factory=list)  # action, begin, end
     seconds: float = 0.0  # of the whole step
     bytes_sent: int = 0  # to other ranks in this step
     peak: int = 0  # most micro-batches whose activations this rank held at once
     _alive: int = 0
 
-    def add(self, name: str, category: str, begin: float, end: float) -> None:
-        self.events.append((name, category, begin, end))
+    def add(self, action: Action, begin: float, end: float) -> None:
+        self.events.append((action, begin, end))
 
     def count(self, kind: ActionKind) -> None:
         """Counts the micro-batches whose activations are held, after an action of this kind."""
@@ -144,22 +131,21 @@ class Trace:
             self._alive -= 1
 
     def finish(self, bytes_sent: int) -> None:
-        """The step is over."""
+        """Ends the step."""
         self.seconds = time.perf_counter() - self.began[0]
         self.bytes_sent = bytes_sent
 
-    def on_the_clock(self, rank: int) -> list[Event]:
-        """The events by the clock of the host."""
+    def on_the_clock(self, rank: int) -> list[Span]:
+        """Returns the spans by the clock of the host."""
         offset = self.began[1] - self.began[0]
-        return [Event(rank, name, begin + offset, end + offset) for name, _, begin, end in self.events]
+        return [Span(rank, action, begin + offset, end + offset) for action, begin, end in self.events]
 
     def summary(self, rank: int, exposed: float | None = None) -> str:
-        """One line: how long the step took here, and what for. exposed: seconds that it waited for values on
-        their way, where that is known."""
-        spent = {"compute": 0.0, "wait": 0.0}
-        for _, category, begin, end in self.events:
-            if category in spent:
-                spent[category] += end - begin
+        """Returns one line: how long the step took here, and what for. exposed: seconds that it waited for
+        values in flight, where that is known."""
+        spent = {"compute": 0.0, "wait": 0.0, "transfer": 0.0}
+        for action, begin, end in self.events:
+            spent[_category(action)] += end - begin
         whole = self.seconds or 1.0
         on_their_way = "" if exposed is None else f" ({exposed / whole:.1%} for values on their way)"
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -174,20 +160,20 @@ class Trace:
         """Writes the Chrome trace event format (chrome://tracing, Perfetto): compute, waits and transfers in
         rows of their own."""
         start, host_time = self.began
-        rows = sorted({category for _, category, _, _ in self.events})
+        rows = sorted({_category(action) for action, _, _ in self.events})
         events: list[dict[str, object]] = [
             {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": category}}
             for row, category in enumerate(rows)
         ]
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        for name, category, begin, end in self.events:
+        for action, begin, end in self.events:
             events.append(
                 {
                     "ph": "X",
-                    "name": name,
-                    "cat": category,
+                    "name": f"{_WAIT if action.kind.is_recv else ''}{action}",
+                    "cat": _category(action),
                     "pid": rank,
-                    "tid": rows.index(category),
+                    "tid": rows.index(_category(action)),
                     "ts": (begin - start) * 1e6,
                     "dur": (end - begin) * 1e6,
                 }
@@ -195,6 +181,10 @@ class Trace:
         with open(path, "w") as file:
             other = {"begin": host_time, "jobs": job_ids()}
             json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, file)
+
+
+def _category(action: Action) -> str:
+    return "compute" if action.kind.is_compute else "wait" if action.kind.is_recv else "transfer"
 
 
 def format_timeline(report: SimulationReport, unit: float = 1.0) -> str:
@@ -252,9 +242,8 @@ class RecentTimes:
             self._skip -= 1
             return
         spent: dict[int, dict[ActionKind, list[float]]] = {}
-        for name, category, begin, end in trace.events:
-            if category == "compute":
-                action = Action.parse(name)
+        for action, begin, end in trace.events:
+            if action.kind.is_compute:
                 spent.setdefault(action.stage, {}).setdefault(action.kind, []).append(end - begin)
         # The mean over the micro-batches: their sum is what a step takes.
         self._steps.append(
@@ -264,21 +253,16 @@ class RecentTimes:
     def times(self) -> dict[int, StageTimes]:
         """The median of the steps, by stage; empty before there is one."""
         stages = sorted({stage for step in self._steps for stage in step})
-        return {stage: self._of(stage) for stage in stages}
+        return {stage: self._of([step[stage] for step in self._steps if stage in step]) for stage in stages}
 
-    def _of(self, stage: int) -> StageTimes:
-        steps = [step[stage] for step in self._steps if stage in step]
+    @staticmethod
+    def _of(steps: Sequence[dict[ActionKind, float]]) -> StageTimes:
+        def middle(*kinds: ActionKind) -> float:
+            return float(median(sum(step.get(kind, 0.0) for kind in kinds) for step in steps))
+
         split = any(ActionKind.W in step for step in steps)
-        kinds = (ActionKind.B, ActionKind.I, ActionKind.W)
-        return StageTimes(
-            _median([step.get(ActionKind.F, 0.0) for step in steps]),
-            _median([sum(step.get(kind, 0.0) for kind in kinds) for step in steps]),
-            _median([step.get(ActionKind.W, 0.0) for step in steps]) if split else None,
-        )
-
-
-def _median(seconds: Sequence[float]) -> float:
-    return float(median(seconds))
+        backward = middle(ActionKind.B, ActionKind.I, ActionKind.W)
+        return StageTimes(middle(ActionKind.F), backward, middle(ActionKind.W) if split else None)
 
 
 class Mark(Protocol):
@@ -296,8 +280,8 @@ class GpuClock:
     the compute stream waits for any of it."""
 
     device: torch.device
-    _spans: list[tuple[str, str, Mark, Mark]] = field(default_factory=list)
-    _transfers: list[tuple[str, float, Any]] = field(default_factory=list)  # name, host time, handle
+    _spans: list[tuple[Action, Mark, Mark]] = field(default_factory=list)
+    _transfers: list[tuple[Action, float, Any]] = field(default_factory=list)  # send, host time, handle
 
     def begin_step(self) -> None:
         self._spans.clear()
@@ -308,12 +292,12 @@ class GpuClock:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def add(self, name: str, category: str, begin: Mark, end: Mark) -> None:
-        self._spans.append((name, category, begin, end))
+    def add(self, action: Action, begin: Mark, end: Mark) -> None:
+        self._spans.append((action, begin, end))
 
-    def add_transfer(self, name: str, begin: float, handle: Any) -> None:
-        """A send that was made at `begin`, by the clock of the host."""
-        self._transfers.append((name, begin, handle))
+    def add_transfer(self, send: Action, begin: float, handle: Any) -> None:
+        """Adds a send that was made at `begin`, by the clock of the host."""
+        self._transfers.append((send, begin, handle))
 
     def read_into(self, trace: Trace) -> None:
         """Moves what there is into the trace, by the clock of the host. Blocks until the GPU has completed
@@ -323,96 +307,84 @@ class GpuClock:
             now.synchronize()
             at = time.perf_counter()
             last = 0.0
-            for name, category, begin, end in self._spans:
+            for action, begin, end in self._spans:
                 began, ended = (at - mark.elapsed_time(now) * 1e-3 for mark in (begin, end))
-                trace.add(name, category, began, ended)
+                trace.add(action, began, ended)
                 last = max(last, ended)
             trace.seconds = max(trace.seconds, last - trace.began[0])
-        for name, made, handle in self._transfers:
+        for send, made, handle in self._transfers:
             if handle.is_completed():
-                trace.add(name, "transfer", made, made + handle.figures()["seconds"])
+                trace.add(send, made, made + handle.figures()["seconds"])
         self.begin_step()
 
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 # Hues that stay apart in print and under the common colour deficiencies. F, B, I and W by kind; of the second
 # and further stages of a rank a lighter tone.
-_COLOURS = {
-    "F": "#4477aa",
-    "B": "#ee8866",
-    "I": "#ddaa33",
-    "W": "#44aa99",
-    "wait": "#dddddd",
-    "SEND_F": "#88ccee",
-    "SEND_B": "#ffbb99",
+_STYLES = {
+    "F": ("#4477aa", "forward"),
+    "B": ("#ee8866", "backward"),
+    "I": ("#ddaa33", "input gradient"),
+    "W": ("#44aa99", "weight gradient"),
+    "wait": ("#dddddd", "waiting for a value"),
+    "SEND_F": ("#88ccee", "sends activation"),
+    "SEND_B": ("#ffbb99", "sends gradient"),
 }
-_NAMES = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-    "wait": "waiting for a value",
-    "SEND_F": "sends activation",
-    "SEND_B": "sends gradient",
-}
-_LABELLED = 700  # bars of a panel that carry their micro-batch; more would not be legible
+_LABELLED = 700  # spans of a timeline that carry their micro-batch; more would not be legible
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
-    """One bar: what a rank does or sends in a span of time. kind: a key of the colours; tone: 0, or more for
-    further stages of a rank."""
+class Timeline:
+    """Spans of ranks, simulated or measured, as they are drawn.
 
-    rank: int
-    kind: str
-    start: float
-    end: float
-    text: str = ""
-    tone: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """One timeline."""
+    unit: of the times. facts: rows of a table of figures.
+    """
 
     title: str
-    bars: Sequence[Bar]
+    spans: Sequence[Span]
     unit: str = ""
+    facts: Sequence[tuple[str, str]] = ()
+
+    @staticmethod
+    def simulated(title: str, report: SimulationReport, unit: str = "") -> Timeline:
+        """Returns that of a simulated schedule."""
+        facts = [
+            ("makespan", f"{report.makespan:.6g}{f' {unit}' if unit else ''}"),
+            ("bubble", f"{report.bubble_fraction:.1%}"),
+            ("exposed transfers", f"{report.exposed_fraction:.1%}"),
+            ("most micro-batches held by a rank", str(max(report.peak_of_ranks, default=0))),
+        ]
+        return Timeline(title, [*report.timeline, *report.transfers], unit, facts)
+
+    @staticmethod
+    def measured(title: str, spans: Sequence[Span]) -> Timeline:
+        """Returns that of a step that was recorded, in ms from its first span on."""
+        first = min((span.start for span in spans), default=0.0)
+        shifted = [
+            Span(each.rank, each.action, (each.start - first) * 1e3, (each.end - first) * 1e3)
+            for each in spans
+        ]
+        end = max((span.end for span in shifted), default=0.0)
+        return Timeline(title, shifted, "ms", [("took", f"{end:.4g} ms")])
+
+    @property
+    def end(self) -> float:
+        return max((span.end for span in self.spans), default=0.0)
+
+    def tones(self) -> list[int]:
+        """Returns for each span which of its rank's stages computes, from 0; 0 where none does."""
+        stages: dict[int, set[int]] = {}
+        for span in self.spans:
+            stages.setdefault(span.rank, set()).add(span.action.stage)
+        ordered = {rank: sorted(each) for rank, each in stages.items()}
+        return [
+            ordered[span.rank].index(span.action.stage) if span.action.kind.is_compute else 0
+            for span in self.spans
+        ]
 
 
-def panel_of(title: str, report: SimulationReport) -> Panel:
-    """The panel of a simulated schedule."""
-    stages: dict[int, list[int]] = {}
-    for span in report.timeline:
-        row = stages.setdefault(span.rank, [])
-        if span.action.stage not in row:
-            row.append(span.action.stage)
-    bars = [
-        Bar(
-            span.rank,
-            span.action.kind.value,
-            span.start,
-            span.end,
-            str(span.action.microbatch),
-            sorted(stages[span.rank]).index(span.action.stage),
-        )
-        for span in report.timeline
-    ]
-    bars += [Bar(span.rank, span.action.kind.value, span.start, span.end) for span in report.transfers]
-    return Panel(title, bars)
-
-
-def bar_of(rank: int, name: str, start: float, end: float) -> Bar:
-    """The bar of an event of a trace, see `measured.Event`."""
-    if name.startswith("wait "):
-        return Bar(rank, "wait", start, end)
-    action = Action.parse(name)
-    text = str(action.microbatch) if action.kind.is_compute else ""
-    return Bar(rank, action.kind.value, start, end, text)
-
-
-def draw_panels(panels: Sequence[Panel], path: str | Path) -> None:
-    """Writes the panels above each other, on one scale of time; the suffix of `path` tells the format.
+def draw_timelines(timelines: Sequence[Timeline], path: str | Path) -> None:
+    """Writes timelines above each other, on one scale of time; the suffix of `path` tells the format.
 
     Raises LayoutError for other suffixes than .png, .svg and .pdf, MeshcastError without matplotlib, OSError
     where the file cannot be written.
@@ -425,58 +397,54 @@ def draw_panels(panels: Sequence[Panel], path: str | Path) -> None:
         from matplotlib.patches import Patch
     except ImportError:
         raise MeshcastError("drawing needs matplotlib: pip install matplotlib") from None
-    rows = [max((bar.rank for bar in panel.bars), default=0) + 1 for panel in panels]
+    rows = [max((span.rank for span in each.spans), default=0) + 1 for each in timelines]
     height = sum(0.36 * count + 0.62 for count in rows) + 0.7
     figure = Figure(figsize=(13, height), layout="constrained")
     grid = figure.subplots(
-        len(panels), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": [n + 1 for n in rows]}
+        len(timelines), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": [n + 1 for n in rows]}
     )
-    used: dict[str, None] = {}
-    end = max((bar.end for panel in panels for bar in panel.bars), default=1.0)
-    for axes, panel, count in zip(grid[:, 0], panels, rows, strict=True):
-        _draw_panel(axes, panel, count, end)
-        used |= dict.fromkeys(bar.kind for bar in panel.bars)
-    grid[-1, 0].set_xlabel(f"time{f' [{panels[-1].unit}]' if panels and panels[-1].unit else ''}")
-    handles = [Patch(facecolor=_COLOURS[kind], label=_NAMES[kind]) for kind in _COLOURS if kind in used]
+    used: set[str] = set()
+    end = max((each.end for each in timelines), default=0.0) or 1.0
+    for axes, timeline, count in zip(grid[:, 0], timelines, rows, strict=True):
+        used |= _draw(axes, timeline, count, end)
+    grid[-1, 0].set_xlabel(f"time{f' [{timelines[-1].unit}]' if timelines and timelines[-1].unit else ''}")
+    handles = [Patch(facecolor=tone, label=name) for kind, (tone, name) in _STYLES.items() if kind in used]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles) or 1, frameon=False)
     figure.savefig(path, dpi=140)
 
 
-def _draw_panel(axes: Any, panel: Panel, rows: int, end: float) -> None:
-    axes.set_title(panel.title, loc="left", fontsize=10)
+def _draw(axes: Any, timeline: Timeline, rows: int, end: float) -> set[str]:
+    """Returns the kinds of bars there are."""
+    axes.set_title(timeline.title, loc="left", fontsize=10)
     axes.set_ylim(rows - 0.4, -0.55)
     axes.set_xlim(0, end * 1.005)
     axes.set_yticks(range(rows), [f"rank {rank}" for rank in range(rows)], fontsize=8)
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    for kind, tone, bars in _grouped(panel.bars):
+    # One call for all bars of a colour: thousands of calls would take seconds.
+    groups: dict[tuple[str, int], list[Span]] = {}
+    for span, tone in zip(timeline.spans, timeline.tones(), strict=True):
+        kind = "wait" if span.action.kind.is_recv else span.action.kind.value
+        groups.setdefault((kind, tone), []).append(span)
+    for (kind, tone), spans in groups.items():
         strip = kind.startswith("SEND")
         axes.bar(
-            [bar.start for bar in bars],
-            [0.16 if strip else 0.62] * len(bars),
-            width=[bar.end - bar.start for bar in bars],
-            bottom=[bar.rank + (0.33 if strip else -0.31) for bar in bars],
+            [span.start for span in spans],
+            [0.16 if strip else 0.62] * len(spans),
+            width=[span.end - span.start for span in spans],
+            bottom=[span.rank + (0.33 if strip else -0.31) for span in spans],
             align="edge",
-            color=_lighter(_COLOURS[kind], tone),
+            color=_lighter(_STYLES[kind][0], tone),
             edgecolor="white",
             linewidth=0.4,
         )
     # Only text that fits its bar: about 1/160 of the width for each character.
-    if len(panel.bars) <= _LABELLED:
-        for bar in panel.bars:
-            if bar.text and bar.end - bar.start > len(bar.text) * end / 160:
-                axes.text(
-                    (bar.start + bar.end) / 2, bar.rank, bar.text, ha="center", va="center", fontsize=6.5
-                )
-
-
-def _grouped(bars: Iterable[Bar]) -> list[tuple[str, int, list[Bar]]]:
-    """One call for all bars of a colour: thousands of calls would take seconds."""
-    groups: dict[tuple[str, int], list[Bar]] = {}
-    for bar in bars:
-        groups.setdefault((bar.kind, bar.tone), []).append(bar)
-    return [(kind, tone, members) for (kind, tone), members in groups.items()]
+    for span in timeline.spans if len(timeline.spans) <= _LABELLED else ():
+        text = str(span.action.microbatch)
+        if span.action.kind.is_compute and span.end - span.start > len(text) * end / 160:
+            axes.text((span.start + span.end) / 2, span.rank, text, ha="center", va="center", fontsize=6.5)
+    return {kind for kind, _ in groups}
 
 
 def _lighter(colour: str, tone: int) -> tuple[float, float, float]:

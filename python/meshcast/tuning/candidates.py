@@ -14,7 +14,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -29,19 +29,20 @@ from ..pipelining.inference import local_values
 from ..pipelining.microbatch import Pieces
 from ..pipelining.orders import build
 from ..pipelining.schedules import PipelineScheduleMulti
-from ..pipelining.simulate import SimulationReport, resolve_warmup, simulate_actions
+from ..pipelining.simulate import SimulationReport, best_warmup, most_held, simulate_actions
 from ..pipelining.stage import PipelineStage
 
 __all__ = [
     "Candidate",
+    "Measured",
+    "Placed",
     "Times",
     "as_before",
     "best_of",
-    "candidates",
     "counts_to_try",
-    "ended",
     "kept_bytes",
     "measured",
+    "restored",
     "times_at",
 ]
 
@@ -81,6 +82,10 @@ class Times:
             ActionKind.W: self.weights,
         }
         return Costs(compute, self.transfer)
+
+    def simulated(self, actions: Actions) -> SimulationReport:
+        """Returns the step of these compute actions. The links between the stages are those with a time."""
+        return simulate_actions(lower(actions, sorted(self.transfer)), self.costs())
 
 
 def times_at(samples: float, known: Sequence[Times]) -> Times:
@@ -141,7 +146,7 @@ class Candidate:
 
 
 def counts_to_try(samples: int, ranks: int) -> list[int]:
-    """Numbers of micro-batches: as many as ranks of the schedule, and twice that again and again."""
+    """Returns numbers of micro-batches: as many as ranks of the schedule, and twice that again and again."""
     count = min(samples, ranks)
     found = []
     while count <= min(samples, _MOST_FOR_A_RANK * ranks):
@@ -150,45 +155,8 @@ def counts_to_try(samples: int, ranks: int) -> list[int]:
     return found
 
 
-def candidates(
-    rows: Sequence[Sequence[int]],
-    counts: Sequence[int],
-    samples: int,
-    known: Sequence[Times],
-    links: Sequence[Link] | None,
-    budgets: Sequence[float | None],
-    after: Sequence[float] = (),
-) -> list[Candidate]:
-    """Every schedule that runs these stages where they are, simulated for each number of micro-batches.
-
-    Args:
-        rows: the stages of each rank of the schedule, ranks in the order of their first stages.
-        counts: numbers of micro-batches. samples: of a batch.
-        known: of the sizes that were measured, smallest first.
-        budgets: bytes that each rank of the schedule may hold; None: any number.
-        after: seconds that each rank of the schedule needs behind its last action; empty: none.
-
-    Raises:
-        ScheduleError: no schedule has its stages like that.
-    """
-    found: list[Candidate] = []
-    for count in counts:
-        times = times_at(samples / count, known)
-        for name, options, actions in _orders(rows, count, times, links, budgets):
-            if isinstance(actions, str):
-                found.append(Candidate(name, count, options, why_not=actions))
-            else:
-                found.append(_simulated(name, count, options, actions, times, links, budgets, after))
-    if not found:
-        raise ScheduleError(
-            f"no schedule known here runs stages {[list(row) for row in rows]} together: it needs one stage "
-            "on each rank, stage s on rank s mod p, or stages s and 2p - 1 - s on rank s"
-        )
-    return found
-
-
 def best_of(found: Sequence[Candidate]) -> Candidate:
-    """The fastest; of those that are as fast within what can be measured the one that holds least, and of
+    """Returns the fastest; of those that are as fast within what can be measured the one that holds least; of
     these the first, which is the simplest. Raises ScheduleError with the reasons where none can run."""
     able = [each for each in found if not each.why_not]
     if not able:
@@ -199,130 +167,126 @@ def best_of(found: Sequence[Candidate]) -> Candidate:
     return min(alike, key=lambda each: max(each.held, default=0.0))
 
 
-_Order = tuple[str, dict[str, Any], "Actions | str"]
+_OF_TORCH = ("LoopedBFS", "InterleavedZeroBubble", "DualPipeV")  # orders that torch makes
 
 
-def _orders(
-    rows: Sequence[Sequence[int]],
-    count: int,
-    times: Times,
-    links: Sequence[Link] | None,
-    budgets: Sequence[float | None],
-) -> Iterator[_Order]:
-    """Name, options and actions of each schedule; instead of actions why there are none."""
-    ranks, stages = len(rows), sum(map(len, rows))
-    placed = [sorted(row) for row in rows]
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Stages where they run, and what their ranks allow.
 
-    def made(name: str, **options: Any) -> _Order:
-        known = {key: value for key, value in options.items() if value is not None and value is not False}
+    Attributes:
+        rows: the stages of each rank of the schedule, ranks in the order of their first stages.
+        budgets: bytes that each rank of the schedule may hold; None: any number.
+        after: seconds that each rank of the schedule needs behind its last action; empty: none.
+    """
+
+    rows: Sequence[Sequence[int]]
+    budgets: Sequence[float | None]
+    after: Sequence[float] = ()
+
+    def candidates(self, counts: Sequence[int], samples: int, known: Sequence[Times]) -> list[Candidate]:
+        """Returns every schedule that runs these stages where they are, simulated for each number of
+        micro-batches.
+
+        Args:
+            counts: numbers of micro-batches. samples: of a batch.
+            known: of the sizes that were measured, smallest first.
+
+        Raises:
+            ScheduleError: no schedule has its stages like that.
+        """
+        found: list[Candidate] = []
+        for count in counts:
+            times = times_at(samples / count, known)
+            for each, actions in self._orders(count, times):
+                found.append(each if each.why_not else self.rated(each, actions, times))
+        if not found:
+            raise ScheduleError(
+                f"no schedule known here runs stages {[list(row) for row in self.rows]} together: it needs "
+                "one stage on each rank, stage s on rank s mod p, or stages s and 2p - 1 - s on rank s"
+            )
+        return found
+
+    def rated(self, candidate: Candidate, actions: Actions, times: Times) -> Candidate:
+        """Returns the candidate with what its compute actions take and hold, by simulation."""
+        held, between = times.held.__getitem__, times.between.__getitem__
+        most = [most_held(actions[rank], held, between) for rank in sorted(actions)]
+        why_not = ""
+        for rank, (limit, own) in enumerate(zip(self.budgets, most, strict=True)):
+            if limit is not None and own > limit:
+                why_not = f"rank {rank} holds {own / 1e6:.4g} MB, budget {limit / 1e6:.4g} MB"
+                break
+        report = times.simulated(actions)
+        ends = [0.0] * len(self.after)
+        for span in report.timeline if any(self.after) else ():
+            ends[span.rank] = max(ends[span.rank], span.end)
+        seconds = max([report.makespan, *map(sum, zip(ends, self.after, strict=True))])
+        return replace(candidate, seconds=seconds, bubble=report.bubble_fraction, held=most, why_not=why_not)
+
+    def _orders(self, count: int, times: Times) -> Iterator[tuple[Candidate, Actions]]:
+        """Yields each schedule with its actions; one that has none says why."""
+        ranks, stages = len(self.rows), sum(map(len, self.rows))
+        placed = [sorted(row) for row in self.rows]
+
+        def made(name: str, **options: Any) -> tuple[Candidate, Actions]:
+            known = {key: value for key, value in options.items() if value}
+            try:
+                if name in _OF_TORCH:
+                    return Candidate(name, count), order_of_torch(name, stages, ranks, count)
+                placed_on = ranks if name == "Interleaved1F1B" else None
+                return Candidate(name, count, known), build(name, stages, count, ranks=placed_on, **known)
+            except (ValueError, AssertionError) as error:  # torch has no error of its own for it
+                return Candidate(name, count, known, why_not=str(error) or type(error).__name__), {}
+
+        if placed == [[stage] for stage in range(stages)]:
+            for delayed in (False, True):
+                yield made("GPipe", delay_weight_grad=delayed)
+                yield made("1F1B", delay_weight_grad=delayed)
+                if stages > 1:
+                    yield made("Eager1F1B", delay_weight_grad=delayed)
+                    between = self._warmup(count, times, delayed)
+                    if between is not None:
+                        yield made("1F1B", warmup=between, delay_weight_grad=delayed)
+            yield made("ZBH1")
+            yield made("ZBH2")
+        elif placed == [list(range(rank, stages, ranks)) for rank in range(ranks)]:
+            for delayed in (False, True):
+                for warmup in ("1f1b", "eager"):
+                    yield made("Interleaved1F1B", warmup=warmup, delay_weight_grad=delayed)
+            yield made("LoopedBFS")
+            yield made("InterleavedZeroBubble")
+        if placed == [[rank, stages - 1 - rank] for rank in range(ranks)]:
+            yield made("ZBV")
+            yield made("DualPipeV")
+
+    def _warmup(self, count: int, times: Times, delayed: bool) -> list[int] | None:
+        """Returns one between 1F1B and Eager1F1B that the budget allows; None where that is one of the two,
+        or nothing."""
+        stages = len(self.rows)
+        limits = [
+            count if budget is None or not held else max(1, min(count, int(budget // held)))
+            for budget, held in zip(self.budgets, times.held, strict=True)
+        ]
         try:
-            placed_on = ranks if name == "Interleaved1F1B" else None
-            return name, known, build(name, stages, count, ranks=placed_on, **known)
-        except ScheduleError as error:
-            return name, known, str(error)
-
-    def of_torch(name: str) -> _Order:
-        try:
-            return name, {}, order_of_torch(name, stages, ranks, count)
-        except (ValueError, AssertionError) as error:
-            return name, {}, str(error) or type(error).__name__
-
-    if placed == [[stage] for stage in range(stages)]:
-        for delayed in (False, True):
-            yield made("GPipe", delay_weight_grad=delayed)
-            yield made("1F1B", delay_weight_grad=delayed)
-            if stages > 1:
-                yield made("Eager1F1B", delay_weight_grad=delayed)
-                between = _warmup(stages, count, times, links, budgets, delayed)
-                if between is not None:
-                    yield made("1F1B", warmup=between, delay_weight_grad=delayed)
-        yield made("ZBH1")
-        yield made("ZBH2")
-    elif placed == [list(range(rank, stages, ranks)) for rank in range(ranks)]:
-        for delayed in (False, True):
-            for warmup in ("1f1b", "eager"):
-                yield made("Interleaved1F1B", warmup=warmup, delay_weight_grad=delayed)
-        yield of_torch("LoopedBFS")
-        yield of_torch("InterleavedZeroBubble")
-    if placed == [[rank, stages - 1 - rank] for rank in range(ranks)]:
-        yield made("ZBV")
-        yield of_torch("DualPipeV")
-
-
-def _warmup(
-    stages: int,
-    count: int,
-    times: Times,
-    links: Sequence[Link] | None,
-    budgets: Sequence[float | None],
-    delayed: bool,
-) -> list[int] | None:
-    """Between 1F1B and Eager1F1B, what the budget allows; None where that is one of the two, or nothing."""
-    limits = [
-        count if budget is None or not held else max(1, min(count, int(budget // held)))
-        for budget, held in zip(budgets, times.held, strict=True)
-    ]
-    try:
-        # The steady state has begun by then, and the search simulates each hop.
-        found = resolve_warmup(
-            "auto", "1F1B", stages, min(count, 3 * stages), limits, times.costs(), links, delayed
-        )
-    except ScheduleError:
-        return None
-    assert isinstance(found, list)
-    known = [[stages - stage for stage in range(stages)], [2 * (stages - s) - 1 for s in range(stages)]]
-    return None if found in known else found
-
-
-def _simulated(
-    name: str,
-    count: int,
-    options: Mapping[str, Any],
-    actions: Actions,
-    times: Times,
-    links: Sequence[Link] | None,
-    budgets: Sequence[float | None],
-    after: Sequence[float],
-) -> Candidate:
-    held = [_most_held(actions[rank], times) for rank in sorted(actions)]
-    over = [rank for rank, limit in enumerate(budgets) if limit is not None and held[rank] > limit]
-    why_not = ""
-    if over:
-        rank = over[0]
-        why_not = f"rank {rank} holds {held[rank] / 1e6:.4g} MB, budget {(budgets[rank] or 0.0) / 1e6:.4g} MB"
-    report = simulate_actions(lower(actions, links), times.costs())
-    return Candidate(name, count, options, ended(report, after), report.bubble_fraction, held, why_not)
-
-
-def ended(report: SimulationReport, after: Sequence[float]) -> float:
-    """The end of the step, if each rank needs so many seconds behind its last action."""
-    ends = [0.0] * len(after)
-    for span in report.timeline if any(after) else ():
-        ends[span.rank] = max(ends[span.rank], span.end)
-    return max([report.makespan, *map(sum, zip(ends, after, strict=True))])
-
-
-def _most_held(row: Sequence[Any], times: Times) -> float:
-    """Most bytes at once; a rank's order tells, whatever the times."""
-    now = most = 0.0
-    for action in row:
-        stage = action.stage
-        if action.kind is ActionKind.F:
-            now += times.held[stage]
-        elif action.kind is ActionKind.I:
-            now += times.between[stage]
-        most = max(most, now)
-        if action.kind is ActionKind.B:
-            now -= times.held[stage]
-        elif action.kind is ActionKind.W:
-            now -= times.held[stage] + times.between[stage]
-    return most
+            # The steady state has begun by then, and the search simulates each hop.
+            few = min(count, 3 * stages)
+            found = best_warmup(stages, few, limits, times.costs(), sorted(times.transfer), delayed)
+        except ScheduleError:
+            return None
+        known = [[stages - stage for stage in range(stages)], [2 * (stages - s) - 1 for s in range(stages)]]
+        return None if found in known else found
 
 
 _STEPS = 2  # that are measured, behind one that is not
 
-# Of a rank: {"stages": {stage: {kind of action or "held" or "between": number}}, "links": {"0>1": seconds}}
-Measured = dict[str, dict[str, Any]]
+
+@dataclass(slots=True)
+class Measured:
+    """Measurements of one rank. stages: for each stage seconds by kind of action, and bytes as "held" and
+    "between"; links: seconds of each."""
+
+    stages: dict[int, dict[str, float]]
+    links: dict[Link, float]
 
 
 class _OneByOne(PipelineScheduleMulti):
@@ -333,23 +297,15 @@ class _OneByOne(PipelineScheduleMulti):
     ) -> None:
         super().__init__(stages, count, **more)
         back = (ActionKind.I, ActionKind.W) if split else (ActionKind.B,)
-        self.pipeline_order = torch_order(
-            {
-                rank: [
-                    action
-                    for number in range(count)
-                    for action in (
-                        *(Action(stage, ActionKind.F, number) for stage in sorted(row)),
-                        *(
-                            Action(stage, kind, number)
-                            for stage in sorted(row, reverse=True)
-                            for kind in back
-                        ),
-                    )
+        order: Actions = {}
+        for rank, row in enumerate(rows):
+            order[rank] = []
+            for number in range(count):
+                order[rank] += [Action(stage, ActionKind.F, number) for stage in sorted(row)]
+                order[rank] += [
+                    Action(stage, kind, number) for stage in sorted(row, reverse=True) for kind in back
                 ]
-                for rank, row in enumerate(rows)
-            }
-        )
+        self.pipeline_order = torch_order(order)
 
 
 def measured(
@@ -361,14 +317,14 @@ def measured(
     loss_kwargs: Mapping[str, Any] | None,
     **options: Any,
 ) -> Measured:
-    """Every rank of the pipeline calls it at the same time, inside `as_before`.
+    """Measures this rank's stages. Every rank of the pipeline calls it at the same time, inside `as_before`.
 
     Args:
         pieces: micro-batches of one size, `count` of them; of what this rank's stages take.
         rows: the stages of each rank of the schedule.
         options: of the schedule.
     """
-    found: Measured = {"stages": {str(stage.stage_index): {} for stage in stages}, "links": {}}
+    found = Measured({stage.stage_index: {} for stage in stages}, {})
     times: dict[tuple[ActionKind, int | Link], list[float]] = {}
     for split in (False, True):
         schedule = _OneByOne(stages, count, rows, split, loss_fn=loss_fn, **options)
@@ -377,24 +333,24 @@ def measured(
                 _step(schedule, pieces, loss_kwargs)
                 if step:
                     _read(schedule, times)
-            look = _between(stages, found) if split else _held(schedule, stages, found)
-            with look:
+            with ExitStack() as looks:
+                for stage in stages:
+                    numbers = found.stages[stage.stage_index]
+                    look = _between(stage, numbers) if split else _held(schedule, stage, numbers)
+                    looks.enter_context(look)
                 _step(schedule, pieces, loss_kwargs)
         finally:
             schedule.close()
-    links: dict[str, float] = {}
     for (kind, place), seconds in times.items():
         middle = median(seconds)
         if isinstance(place, int):
-            found["stages"][str(place)][kind.value] = middle
+            found.stages[place][kind.value] = middle
         else:
-            name = f"{place[0]}>{place[1]}"
-            links[name] = max(links.get(name, 0.0), middle)
+            found.links[place] = max(found.links.get(place, 0.0), middle)
     for stage in stages:
         if stage.is_whole:  # what I takes beyond B, or below it, is noise
-            numbers = found["stages"][str(stage.stage_index)]
+            numbers = found.stages[stage.stage_index]
             numbers |= {"I": numbers["B"], "W": 0.0}
-    found["links"] = links
     return found
 
 
@@ -410,28 +366,18 @@ def _step(schedule: _OneByOne, pieces: Pieces, loss_kwargs: Mapping[str, Any] | 
 
 
 def _read(schedule: _OneByOne, times: dict[tuple[ActionKind, int | Link], list[float]]) -> None:
-    """From the trace of the last step."""
+    """Reads the trace of the last step."""
     assert schedule._runtime is not None
-    for name, category, begin, end in schedule._runtime.trace.events:
-        if category == "wait":
-            continue
-        action = Action.parse(name)
-        place: int | Link = action.stage if action.kind.is_compute else link_of(action)
-        times.setdefault((action.kind, place), []).append(end - begin)
+    for action, begin, end in schedule._runtime.trace.events:
+        if not action.kind.is_recv:  # which is the wait for a value
+            place: int | Link = action.stage if action.kind.is_compute else link_of(action)
+            times.setdefault((action.kind, place), []).append(end - begin)
 
 
 @contextmanager
-def _held(schedule: _OneByOne, stages: Sequence[PipelineStage], found: Measured) -> Iterator[None]:
-    """Inside, counts the bytes that autograd keeps of each stage's forward of micro-batch 0, and of its
-    outputs. Parameters are there anyway, as is the batch, of which the first stage has a view."""
-    with ExitStack() as stack:
-        for stage in stages:
-            stack.enter_context(_watched(schedule, stage, found["stages"][str(stage.stage_index)]))
-        yield
-
-
-@contextmanager
-def _watched(schedule: _OneByOne, stage: PipelineStage, found: dict[str, Any]) -> Iterator[None]:
+def _held(schedule: _OneByOne, stage: PipelineStage, found: dict[str, float]) -> Iterator[None]:
+    """Inside, counts the bytes that autograd keeps of a stage's forward of micro-batch 0, and of its outputs.
+    Parameters are there anyway, as is the batch, of which the first stage has a view."""
     before = stage._forward_contexts
 
     @contextmanager
@@ -439,10 +385,18 @@ def _watched(schedule: _OneByOne, stage: PipelineStage, found: dict[str, Any]) -
         with ExitStack() as stack:
             for make in before.values():  # that of the user
                 stack.enter_context(make(info))
-            if info.microbatch_index == 0 and not info.is_metadata_inference:
-                given = schedule._feeds[stage.stage_index].arguments(0) if stage.is_first else []
-                stack.enter_context(_counting(stage, _storages(tree_leaves(given)), found))
-            yield
+            if info.microbatch_index or info.is_metadata_inference:
+                yield
+                return
+            batch = schedule._feeds[stage.stage_index].arguments(0) if stage.is_first else []
+            there = _storages(tree_leaves(batch))
+            # FSDP2 gathers parameters as it goes, so what they are is known only when something is kept.
+            with kept_bytes(stage.submod, there, parameters_move=stage.accumulates) as sizes:
+                yield
+            outputs = stage.ways[0].outputs if stage.ways else None
+            found["held"] = sum(sizes.values()) + sum(
+                torch.Size(shape).numel() * dtype.itemsize for shape, dtype in outputs or ()
+            )
 
     stage._forward_contexts = OrderedDict({0: context})
     try:
@@ -452,39 +406,26 @@ def _watched(schedule: _OneByOne, stage: PipelineStage, found: dict[str, Any]) -
 
 
 @contextmanager
-def _counting(stage: PipelineStage, there: set[int], found: dict[str, Any]) -> Iterator[None]:
-    """there: storages that do not count."""
-    # FSDP2 gathers parameters as it goes, so what they are is known only when something is kept.
-    with kept_bytes(stage.submod, there, parameters_move=stage.accumulates) as sizes:
-        yield
-    outputs = stage.ways[0].outputs if stage.ways else None
-    found["held"] = sum(sizes.values()) + sum(
-        torch.Size(shape).numel() * dtype.itemsize for shape, dtype in outputs or ()
-    )
-
-
-@contextmanager
 def kept_bytes(
     module: torch.nn.Module, there: Set[int] = frozenset(), *, parameters_move: bool = False
 ) -> Iterator[dict[int, int]]:
     """Inside, notes what autograd keeps, {storage: bytes}, but for the parameters and buffers of the module
     and the storages that are `there` anyway."""
     sizes: dict[int, int] = {}
-    own = _of_module(module)
+
+    def of_module() -> set[int]:
+        return _storages([*module.parameters(), *module.buffers()])
+
+    own = of_module()
 
     def pack(value: torch.Tensor) -> torch.Tensor:
-        mine = _of_module(module) if parameters_move else own
-        storage = local_values(value).untyped_storage()
-        if storage._cdata not in mine and storage._cdata not in there:
+        storage = _storage(value)
+        if storage._cdata not in (of_module() if parameters_move else own) and storage._cdata not in there:
             sizes[storage._cdata] = storage.nbytes()
         return value.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
         yield sizes
-
-
-def _of_module(module: torch.nn.Module) -> set[int]:
-    return _storages([*module.parameters(), *module.buffers()])
 
 
 def _storages(values: Sequence[Any]) -> set[int]:
@@ -496,19 +437,9 @@ def _storage(value: torch.Tensor) -> torch.UntypedStorage:
 
 
 @contextmanager
-def _between(stages: Sequence[PipelineStage], found: Measured) -> Iterator[None]:
+def _between(stage: PipelineStage, found: dict[str, float]) -> Iterator[None]:
     """Inside, counts how many bytes more micro-batch 0 holds between I and W than before: the gradients that
     wait for W, less what I let go of."""
-    for stage in stages:
-        _count_between(stage, found["stages"][str(stage.stage_index)])
-    try:
-        yield
-    finally:
-        for stage in stages:
-            del stage.backward_one_chunk, stage.backward_weight_one_chunk
-
-
-def _count_between(stage: PipelineStage, found: dict[str, Any]) -> None:
     inputs, weights = stage.backward_one_chunk, stage.backward_weight_one_chunk
     held: list[tuple[StorageWeakRef, int]] = []
 
@@ -527,10 +458,14 @@ def _count_between(stage: PipelineStage, found: dict[str, Any]) -> None:
 
     stage.backward_one_chunk = before  # type: ignore[method-assign]
     stage.backward_weight_one_chunk = after  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del stage.backward_one_chunk, stage.backward_weight_one_chunk
 
 
 def _held_behind(outputs: Sequence[Any], and_outputs: bool) -> list[tuple[StorageWeakRef, int]]:
-    """The storages, with their bytes, of what autograd keeps of a forward; and_outputs: and of these."""
+    """Returns the storages, with bytes, of what autograd keeps of a forward; and_outputs: and of these."""
     ends = [output for output in outputs if isinstance(output, torch.Tensor)]
     values = [*ends] if and_outputs else []
     for node in children_first(end.grad_fn for end in ends if end.grad_fn is not None):
@@ -540,23 +475,32 @@ def _held_behind(outputs: Sequence[Any], and_outputs: bool) -> list[tuple[Storag
 
 
 @contextmanager
+def restored(modules: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
+    """Afterwards buffers and random state are what they were."""
+    buffers = [(each, each.detach().clone()) for module in modules for each in module.buffers()]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+
+@contextmanager
 def as_before(stages: Sequence[PipelineStage]) -> Iterator[None]:
     """Afterwards gradients, buffers and random state are what they were."""
     for stage in stages:
         stage.free_parameters()
     parameters = [each for stage in stages for each in stage.submod.parameters()]
     gradients = [parameter.grad for parameter in parameters]
-    buffers = [(each, each.detach().clone()) for stage in stages for each in stage.submod.buffers()]
     told = [stage.is_whole for stage in stages]
     for stage in stages:
         stage.is_whole = False  # which measuring finds out; it warns of an order that nobody asked for
-    device = stages[0].device
-    random = torch.get_rng_state()
-    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     for parameter in parameters:
         parameter.grad = None
     try:
-        with warnings.catch_warnings():
+        with restored([stage.submod for stage in stages], stages[0].device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -565,9 +509,3 @@ def as_before(stages: Sequence[PipelineStage]) -> Iterator[None]:
             stage.is_whole = known
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        torch.set_rng_state(random)
-        if on_gpu is not None:
-            torch.cuda.set_rng_state(on_gpu, device)

@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from ..base.checks import shown, typed_arguments
-from ..errors import AbortedError, LayoutError, MeshcastError
+from ..base.checks import shown, table, typed_arguments
+from ..base.wire import pack, unpack
+from ..errors import AbortedError, Caller, LayoutError, MeshcastError
 from ..groups.parent import parent_group, seconds
 from ..pipelining.action import Link, ScheduleError, chain
 from ..pipelining.board import PipelineBoard, refusals_told
@@ -30,9 +31,18 @@ from ..pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 from ..pipelining.stage import PipelineStage, check_kinds, current, group_of
-from .candidates import Candidate, Measured, Times, as_before, best_of, candidates, counts_to_try, measured
+from .candidates import (
+    Candidate,
+    Measured,
+    Placed,
+    Times,
+    as_before,
+    best_of,
+    counts_to_try,
+    measured,
+)
 
-__all__ = ["Choice", "ExampleBatch", "ScheduleAuto", "choose", "listed_stages", "search"]
+__all__ = ["Choice", "ScheduleAuto", "choose"]
 
 
 _SHOWN = 12  # rows of the table: the fastest, and the fastest of each schedule that is not among them
@@ -65,7 +75,7 @@ class Choice:
         **more: Any,
     ) -> PipelineSchedule:
         """The schedule. more: further arguments of its class."""
-        listed = listed_stages(stages)
+        listed = _listed(stages)
         given: Any = listed if issubclass(self.schedule, PipelineScheduleMulti) else listed[0]
         made: Any = self.schedule
         return made(given, self.microbatches, loss_fn=loss_fn, **{**self.options, **more})
@@ -89,7 +99,7 @@ class Choice:
         return self.explain()
 
 
-def listed_stages(stages: PipelineStage | Sequence[PipelineStage]) -> list[PipelineStage]:
+def _listed(stages: PipelineStage | Sequence[PipelineStage]) -> list[PipelineStage]:
     """Returns the stages as a list, also where there is only one."""
     return list(stages) if isinstance(stages, Sequence) else [stages]
 
@@ -105,7 +115,7 @@ def _measured(times: Times) -> str:
         shown_times = (forward, times.backward[stage], times.inputs[stage], times.weights[stage], sends)
         held = (times.held[stage], times.between[stage])
         rows.append([str(stage), *map(_ms, shown_times), *(f"{each / 1e6:.4g}" for each in held)])
-    return _table(rows)
+    return table(rows)
 
 
 def _simulated(found: Sequence[Candidate], chosen: Candidate) -> str:
@@ -129,14 +139,7 @@ def _simulated(found: Sequence[Candidate], chosen: Candidate) -> str:
                 "chosen" if each is chosen else each.why_not,
             ]
         )
-    return _table(rows)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return table(rows)
 
 
 _AT_ONCE = 2  # micro-batches of a step that is measured
@@ -206,21 +209,12 @@ def choose(
         schedule.step(*([x] if stage.is_first else []), target=y if stage.is_last else None)
     """
     given = example if isinstance(example, tuple) else () if example is None else (example,)
-    return search(
-        listed_stages(stages),
-        loss_fn,
-        ExampleBatch(given, dict(kwargs or {}), target),
-        microbatches,
-        memory_budget,
-        loss_kwargs=loss_kwargs,
-        columns=columns,
-        timeout=timeout,
-        show=show,
-    )
+    search = _Search(_listed(stages), loss_fn, loss_kwargs, columns, timeout)
+    return search.find(_Example(given, dict(kwargs or {}), target), microbatches, memory_budget, show)
 
 
 @dataclass(frozen=True, slots=True)
-class ExampleBatch:
+class _Example:
     """An example, whole or in micro-batches already; what ``step`` would get on this rank."""
 
     args: tuple[Any, ...]
@@ -235,22 +229,23 @@ class ExampleBatch:
     def has_target(self) -> bool:
         return self.target is not None or self.pieces.targets is not None
 
-    def samples(self, where: str) -> int:
-        """The number of samples in the first stage's batch, or of micro-batches where it is cut already."""
+    def samples(self) -> int:
+        """Returns the number of samples in the first stage's batch, or of micro-batches where it is cut."""
         if self.pieces.args is not None or self.pieces.kwargs is not None:
             return len(self.pieces.args or self.pieces.kwargs or ())
-        return sum(cut(self.args, dict(self.kwargs), 1, *self.specs, where)[2])
+        return sum(cut(self.args, dict(self.kwargs), 1, *self.specs, "example")[2])
 
-    def first(self, count: int, stages: Sequence[PipelineStage], where: str) -> tuple[Pieces, int]:
-        """The first micro-batches of a batch that is cut into so many, as these stages take them, and how
-        many they are."""
+    def first(self, count: int, stages: Sequence[PipelineStage]) -> tuple[Pieces, int]:
+        """Returns the first micro-batches of a batch that is cut into so many, as these stages take them, and
+        how many they are."""
         few = min(count, _AT_ONCE)
         pieces = self.pieces
         args, kwargs, targets = pieces.args, pieces.kwargs, pieces.targets
         if args is None and kwargs is None and (self.args or self.kwargs):
-            args, kwargs, _ = cut(self.args, dict(self.kwargs), count, *self.specs, where)
+            args, kwargs, _ = cut(self.args, dict(self.kwargs), count, *self.specs, "example")
         if targets is None and self.target is not None:
-            targets = [each[0] for each in cut((self.target,), {}, count, None, None, f"{where}, target")[0]]
+            cuts, _, _ = cut((self.target,), {}, count, None, None, "example, target")
+            targets = [each[0] for each in cuts]
         is_first, is_last = (any(getattr(s, what) for s in stages) for what in ("is_first", "is_last"))
         found = Pieces(
             args[:few] if args and is_first else None,
@@ -259,28 +254,6 @@ class ExampleBatch:
             pieces.local,
         )
         return found, few
-
-
-def search(
-    stages: list[PipelineStage],
-    loss_fn: Callable[..., Any] | None,
-    batch: ExampleBatch,
-    microbatches: int | Sequence[int] | None,
-    memory_budget: float | None,
-    *,
-    loss_kwargs: Mapping[str, Any] | None,
-    columns: dist.ProcessGroup | None,
-    timeout: float | timedelta | None,
-    show: bool,
-) -> Choice:
-    """See `choose`."""
-    with refusals_told(columns if columns is not None else group_of(stages)):
-        check_kinds(stages)
-        for each in stages:
-            if not isinstance(each, PipelineStage):
-                raise LayoutError("the stages are none of meshcast.pipelining: they cannot run here")
-        found = _Search(stages, loss_fn, loss_kwargs, columns, timeout)
-    return found.find(batch, microbatches, memory_budget, show)
 
 
 class _Search:
@@ -294,31 +267,55 @@ class _Search:
         columns: dist.ProcessGroup | None,
         timeout: float | timedelta | None,
     ) -> None:
-        self._stages, self._loss_fn, self._loss_kwargs = stages, loss_fn, loss_kwargs
-        self._first = stages[0]
-        self._columns = columns
-        group = self._first.group if columns is None else columns
-        self._timeout = seconds(timeout, parent_group(group, "choose").timeout)
-        edges = self._first.edges
-        self._links = None if edges is None else links_of(edges)
-        self._board = PipelineBoard(group, self._timeout)  # behind all that is refused: see `refusals_told`
+        with refusals_told(columns if columns is not None else group_of(stages)):
+            check_kinds(stages)
+            if not all(isinstance(each, PipelineStage) for each in stages):
+                raise LayoutError("the stages are none of meshcast.pipelining: they cannot run here")
+            self._stages, self._loss_fn, self._loss_kwargs = stages, loss_fn, loss_kwargs
+            self._first = stages[0]
+            self._columns = columns
+            self._caller = Caller("choose", self._first.rank)
+            group = self._first.group if columns is None else columns
+            self._timeout = seconds(timeout, parent_group(group, "choose").timeout)
+            edges = self._first.edges
+            self._links = None if edges is None else links_of(edges)
+            # Behind all that is refused: see `refusals_told`.
+            self._board = PipelineBoard(group, self._timeout)
 
     def find(
         self,
-        batch: ExampleBatch,
+        batch: _Example,
         microbatches: int | Sequence[int] | None,
         budget: float | None,
         show: bool,
     ) -> Choice:
-        plan = self._agreed(batch, microbatches, budget)
-        found: dict[str, Measured] = {}
+        """Returns the choice of all ranks. Arguments as `choose` takes them."""
+        with self._caller:
+            plan = self._agreed(batch, microbatches, budget)
+            decision = self._measured(batch, plan)
+        chosen = decision.candidates[decision.best]
+        choice = Choice(
+            CLASSES[chosen.schedule],
+            chosen.microbatches,
+            dict(chosen.options),
+            decision.candidates,
+            decision.times,
+            chosen,
+        )
+        if show and self._first.rank == self._board.ranks[0]:
+            print(choice.explain(), flush=True)
+        return choice
+
+    def _measured(self, batch: _Example, plan: _Plan) -> _Decision:
+        """Measures this rank's stages, and returns what the first rank decides."""
+        found: dict[int, Measured] = {}
         try:
             with as_before(self._stages), current(self._first.device):
-                for count in plan["measured"]:
-                    found[str(count)] = measured(
+                for count in plan.measured:
+                    found[count] = measured(
                         self._stages,
-                        *batch.first(count, self._stages, f"rank {self._first.rank}, example"),
-                        plan["rows"],
+                        *batch.first(count, self._stages),
+                        plan.rows,
                         self._loss_fn,
                         self._loss_kwargs,
                         args_chunk_spec=batch.specs[0],
@@ -330,28 +327,26 @@ class _Search:
                 "times", f"rank {self._first.rank}: {error or type(error).__name__}", agreement=True
             )
             raise
-        answer = self._board.agree("times", found, lambda said: self._decided(said, plan))
-        if "refused" in answer:
-            raise LayoutError(answer["refused"], rank=self._first.rank, op="choose")
-        listed = [_candidate(each) for each in answer["candidates"]]
-        chosen = listed[answer["best"]]
-        times = [_times(each) for each in answer["times"]]
-        choice = Choice(
-            CLASSES[chosen.schedule], chosen.microbatches, dict(chosen.options), listed, times, chosen
-        )
-        if show and self._first.rank == self._board.ranks[0]:
-            print(choice.explain(), flush=True)
-        return choice
 
-    # ---- before anything runs --------------------------------------------------------------------------
+        def decide(said: Mapping[int, Any]) -> dict[str, Any]:
+            ranks = [unpack(dict[int, Measured], each["found"]) for each in said.values()]
+            try:
+                return {"decision": pack(self._decided(ranks, plan))}
+            except ScheduleError as error:
+                return {"refused": str(error)}
+
+        answer = self._board.agree("times", {"found": pack(found, dict[int, Measured])}, decide)
+        if "refused" in answer:
+            raise LayoutError(answer["refused"])
+        return unpack(_Decision, answer["decision"])
 
     def _agreed(
         self,
-        batch: ExampleBatch,
+        batch: _Example,
         microbatches: int | Sequence[int] | None,
         budget: float | None,
-    ) -> dict[str, Any]:
-        """The plan of all ranks: the rows, the numbers of micro-batches, and which of them are measured."""
+    ) -> _Plan:
+        """Returns the plan of all ranks, before anything runs."""
         mine: Exception | None = None
         said: dict[str, Any] = {}
         try:
@@ -362,7 +357,7 @@ class _Search:
                 stage.learn_wrappers()
             if self._columns is None and any(stage.joins_pipelines for stage in self._stages):
                 raise LayoutError(
-                    f"rank {self._first.rank}: DDP or FSDP2 joins stage {self._first.stage_index} with other "
+                    f"DDP or FSDP2 joins stage {self._first.stage_index} with other "
                     "pipelines, which need the same schedule: give columns= a group of all their ranks"
                 )
             last = any(stage.is_last for stage in self._stages)
@@ -372,48 +367,62 @@ class _Search:
             if any(stage.is_first for stage in self._stages):
                 if not batch.has_inputs():
                     raise LayoutError("the first stage needs a batch: choose(stages, loss_fn, x, ...)")
-                samples = batch.samples(f"rank {self._first.rank}, example")
+                samples = batch.samples()
                 if batch.pieces.local and not batch.pieces.given:  # of this rank alone
                     samples *= self._first.batch_parts
-            said = {
-                "mine": sorted(stage.stage_index for stage in self._stages),
-                "stages": self._first.num_stages,
-                "counts": counts,
-                "budget": budget,
-                "samples": samples,
-            }
+            stages = sorted(stage.stage_index for stage in self._stages)
+            said = {"facts": pack(_RankFacts(stages, self._first.num_stages, counts, budget, samples))}
         except Exception as error:
             mine = error
-            said = {"refused": str(error) or type(error).__name__}
+            said = {"refused": f"rank {self._first.rank}: {error or type(error).__name__}"}
         if mine is not None:  # the others hear of it when they come
             self._board.refuse("placement", said, _placed, mine)
             raise mine
         answer = self._board.agree("placement", said, _placed)
         if "wrong" in answer:
-            raise LayoutError(answer["wrong"], rank=self._first.rank, op="choose")
+            raise LayoutError(answer["wrong"])
         if "refused" in answer:
             rank, text = answer["refused"]
-            raise AbortedError(text, rank=self._first.rank, peer=rank, op="choose", phase="agree")
-        return answer
+            raise AbortedError(text, peer=rank, phase="agree")
+        return unpack(_Plan, answer["plan"])
 
-    # ---- on the first rank -----------------------------------------------------------------------------
-
-    def _decided(self, said: Mapping[int, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
-        rows, samples = plan["rows"], plan["samples"]
+    def _decided(self, ranks: Sequence[Mapping[int, Measured]], plan: _Plan) -> _Decision:
+        """Decides, on the first rank. Raises ScheduleError where no schedule fits."""
         known = [
-            _together([each[str(count)] for each in said.values()], samples / count, self._links)
-            for count in sorted(plan["measured"], reverse=True)
+            _together([each[count] for each in ranks], plan.samples / count, self._links)
+            for count in sorted(plan.measured, reverse=True)
         ]
-        try:
-            found = candidates(rows, plan["counts"], samples, known, self._links, plan["budgets"])
-            best = best_of(found)
-        except ScheduleError as error:
-            return {"refused": str(error)}
-        return {
-            "best": found.index(best),
-            "candidates": [{**asdict(each), "seconds": _written(each.seconds)} for each in found],
-            "times": [{**asdict(each), "transfer": _by_name(each.transfer)} for each in known],
-        }
+        found = Placed(plan.rows, plan.budgets).candidates(plan.counts, plan.samples, known)
+        return _Decision(found, found.index(best_of(found)), known)
+
+
+class _RankFacts(NamedTuple):
+    """Stages of a rank, their number in all ranks, and its arguments."""
+
+    mine: list[int]
+    stages: int
+    counts: list[int] | None
+    budget: float | None
+    samples: int | None
+
+
+class _Plan(NamedTuple):
+    """Rows of the schedule, numbers of micro-batches that are tried and those that are measured, samples of a
+    batch, and bytes that each row may hold."""
+
+    rows: list[list[int]]
+    counts: list[int]
+    measured: list[int]
+    samples: int
+    budgets: list[float | None]
+
+
+class _Decision(NamedTuple):
+    """best: position among the candidates."""
+
+    candidates: list[Candidate]
+    best: int
+    times: list[Times]
 
 
 def _counts(microbatches: int | Sequence[int] | None) -> list[int] | None:
@@ -428,38 +437,32 @@ def _counts(microbatches: int | Sequence[int] | None) -> list[int] | None:
 
 
 def _placed(said: Mapping[int, Any]) -> dict[str, Any]:
-    """The answer that the first rank makes from what all ranks said."""
+    """Returns the answer that the first rank makes from what all ranks said."""
     refused = [(rank, each["refused"]) for rank, each in said.items() if "refused" in each]
     if refused:
         return {"refused": refused[0]}
-    first = min(said)
+    facts = {rank: unpack(_RankFacts, each["facts"]) for rank, each in said.items()}
+    first = min(facts)
     for what in ("stages", "counts"):
-        for rank, each in said.items():
-            if each[what] != said[first][what]:
-                text = f"the ranks disagree on {what}: rank {first} has {said[first][what]}, rank {rank} has "
-                return {"wrong": f"{text}{each[what]}"}
-    rows = sorted({tuple(each["mine"]) for each in said.values()})
-    stages = [stage for row in rows for stage in row]
-    if sorted(stages) != list(range(said[first]["stages"])):
-        text = (
-            f"the ranks have stages {[list(row) for row in rows]} of {said[first]['stages']}: each stage is "
-        )
+        mine = getattr(facts[first], what)
+        for rank, each in facts.items():
+            if getattr(each, what) != mine:
+                text = f"the ranks disagree on {what}: rank {first} has {mine}, rank {rank} has "
+                return {"wrong": f"{text}{getattr(each, what)}"}
+    rows = sorted({tuple(each.mine) for each in facts.values()})
+    if sorted(stage for row in rows for stage in row) != list(range(facts[first].stages)):
+        text = f"the ranks have stages {[list(row) for row in rows]} of {facts[first].stages}: each stage is "
         return {"wrong": f"{text}on ranks that all have the same ones"}
-    samples = min(each["samples"] for each in said.values() if each["samples"] is not None)
-    counts = said[first]["counts"] or counts_to_try(samples, len(rows))
+    samples = min(each.samples for each in facts.values() if each.samples is not None)
+    counts = facts[first].counts or counts_to_try(samples, len(rows))
     if max(counts) > samples:
         return {"wrong": f"the example has {samples} samples, too few for {max(counts)} micro-batches"}
     budgets = []
     for row in rows:
-        given = [each["budget"] for each in said.values() if tuple(each["mine"]) == row]
-        budgets.append(min((limit for limit in given if limit is not None), default=None))
-    return {
-        "rows": [list(row) for row in rows],
-        "counts": counts,
-        "measured": sorted({min(counts), max(counts)}),
-        "samples": samples,
-        "budgets": budgets,
-    }
+        limits = [each.budget for each in facts.values() if tuple(each.mine) == row]
+        budgets.append(min((limit for limit in limits if limit is not None), default=None))
+    both = sorted({min(counts), max(counts)})
+    return {"plan": pack(_Plan([list(row) for row in rows], counts, both, samples, budgets))}
 
 
 def _together(found: Sequence[Measured], samples: float, links: Sequence[Link] | None) -> Times:
@@ -467,55 +470,28 @@ def _together(found: Sequence[Measured], samples: float, links: Sequence[Link] |
     of_stage: dict[int, dict[str, float]] = {}
     of_link: dict[Link, float] = {}
     for each in found:
-        for stage, numbers in each["stages"].items():
-            known = of_stage.setdefault(int(stage), {})
+        for stage, numbers in each.stages.items():
+            known = of_stage.setdefault(stage, {})
             for what, value in numbers.items():
                 known[what] = max(known.get(what, value), value)
-        for name, value in each["links"].items():
-            source, _, consumer = name.partition(">")
-            link = int(source), int(consumer)
+        for link, value in each.links.items():
             of_link[link] = max(of_link.get(link, 0.0), value)
-    listed = [of_stage[stage] for stage in sorted(of_stage)]
-    for link in chain(len(listed)) if links is None else links:
+    for link in chain(len(of_stage)) if links is None else links:
         of_link.setdefault(link, 0.0)  # between stages of the same ranks nothing travels
-    numbers = {
-        what: [each.get(what, 0.0) for each in listed] for what in ("F", "B", "I", "W", "held", "between")
-    }
+
+    def listed(what: str) -> list[float]:
+        return [of_stage[stage].get(what, 0.0) for stage in sorted(of_stage)]
+
     return Times(
         samples,
-        numbers["F"],
-        numbers["B"],
-        numbers["I"],
-        numbers["W"],
-        of_link,
-        numbers["held"],
-        numbers["between"],
+        forward=listed("F"),
+        backward=listed("B"),
+        inputs=listed("I"),
+        weights=listed("W"),
+        transfer=of_link,
+        held=listed("held"),
+        between=listed("between"),
     )
-
-
-# ---- as JSON -------------------------------------------------------------------------------------------
-
-
-def _written(value: float) -> float | None:
-    return None if value == float("inf") else value
-
-
-def _by_name(times: Mapping[Link, float]) -> dict[str, float]:
-    return {f"{source}>{target}": value for (source, target), value in times.items()}
-
-
-def _candidate(said: Mapping[str, Any]) -> Candidate:
-    known = dict(said)
-    known["seconds"] = float("inf") if known["seconds"] is None else known["seconds"]
-    return Candidate(**known)
-
-
-def _times(said: Mapping[str, Any]) -> Times:
-    links = {}
-    for name, value in said["transfer"].items():
-        source, _, target = name.partition(">")
-        links[int(source), int(target)] = value
-    return Times(**{**said, "transfer": links})
 
 
 class ScheduleAuto(torch_schedules._PipelineSchedule):
@@ -573,7 +549,7 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
                 raise TypeError(
                     f"ScheduleAuto got an unexpected keyword argument: {', '.join(sorted(unknown))}"
                 )
-            self._listed = listed_stages(stages)
+            self._listed = _listed(stages)
             check_kinds(self._listed)
         self.choice: Choice | None = None
         self._schedule: PipelineSchedule | None = None
@@ -596,7 +572,7 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
             bound = inspect.signature(PipelineSchedule.step).bind(self, *args, **named)
             bound.apply_defaults()
             given = bound.arguments
-            batch = ExampleBatch(
+            batch = _Example(
                 given["args"],
                 given["kwargs"],
                 given["target"],
@@ -628,7 +604,7 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
         """Runs a step on micro-batches, as in torch."""
         if self._schedule is None:
             pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs)
-            self._choose(ExampleBatch((), {}, None, (None, None), pieces), loss_kwargs)
+            self._choose(_Example((), {}, None, (None, None), pieces), loss_kwargs)
         self._chosen._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
 
     def close(self) -> None:
@@ -649,23 +625,16 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
             raise AttributeError(f"ScheduleAuto has no {name!r} before its first step chooses a schedule")
         return getattr(chosen, name)
 
-    def _choose(self, batch: ExampleBatch, loss_kwargs: Mapping[str, Any] | None) -> None:
+    def _choose(self, batch: _Example, loss_kwargs: Mapping[str, Any] | None) -> None:
         with refusals_told(group_of(self._listed) if self._columns is None else self._columns):
             if not torch.is_grad_enabled():
                 raise MeshcastError(
                     "step trains and needs gradients enabled; use eval under torch.no_grad", op="pipeline"
                 )
-        self.choice = search(
-            self._listed,
-            self._loss_fn,
-            batch,
-            self._n_microbatches,
-            self._budget,
-            loss_kwargs=loss_kwargs,
-            columns=self._columns,
-            timeout=self._options.get("timeout"),
-            show=self._show,
+        search = _Search(
+            self._listed, self._loss_fn, loss_kwargs, self._columns, self._options.get("timeout")
         )
+        self.choice = search.find(batch, self._n_microbatches, self._budget, self._show)
         self._n_microbatches = self.choice.microbatches
         self._schedule = self._made(self.choice.schedule, self._n_microbatches, self.choice.options)
         if self._early is not None:

@@ -12,25 +12,27 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import Replicate
 
 from .. import errors
 from ..base import checks
-from ..errors import AbortedError, LayoutError, MeshcastError
+from ..base.wire import pack, unpack
+from ..errors import AbortedError, Caller, LayoutError, MeshcastError
 from ..layout import Layout
-from ..pipelining.action import Actions, Costs
+from ..pipelining.action import ActionKind, Actions, Costs
 from ..pipelining.simulate import simulate_actions
+from ..pipelining.trace import StageTimes
 from ..planning.plan import plan_many
 from ..topology import Topology
-from .partition_search import Cut, Layer, search, uses_of
+from .search import Cut, Layer, Search, balanced, uses_of
 
 if TYPE_CHECKING:
     from ..pipelining.schedule import PipelineSchedule
 
-__all__ = ["Recut", "RunningPipeline", "Wish", "agreed_cut", "all_well", "better_cut"]
+__all__ = ["RebalanceRequest", "Recut", "RunningPipeline", "agreed_cut", "all_well", "better_cut"]
 
 
 _SIMULATED = 300  # cuts at most: training waits for it
@@ -88,22 +90,22 @@ def better_cut(
     model = _Model(running, layers)
     before = model.seconds(model.present)
     limit = (1 - threshold) * before
-    start = model.balanced()
+    start = balanced(len(model.layers), len(running.cut), len(running.cut), model.stage_seconds)
     # Where stages share no ranks, none is faster than that whose slowest stage is fastest.
     if not before > 0 or (model.apart and model.busiest(start) > limit):
         return None
     count = len(running.cut)
-    found = search(
-        [each.forward + each.backward for each in model.layers],
-        [count],
-        count,  # a mesh counts as one rank: all stay where they are
-        [1],
-        1,
-        model.bound,
-        model.seconds,
-        [model.present, start],
-        _SIMULATED,
+    found = Search(
+        times=[each.forward + each.backward for each in model.layers],
+        ranks=count,  # a mesh counts as one rank: all stay where they are
+        degrees=[1],
+        samples=1,
+        bound=model.bound,
+        seconds=model.seconds,
+        starts=[model.present, start],
+        most=_SIMULATED,
     )
+    found.run([count])
     listed = [
         Recut(cut.layers, before, found.tried[cut], overhead + model.moving(cut, topology))
         for cut in found.best(_COMPARED)
@@ -114,92 +116,71 @@ def better_cut(
 
 
 class _Model:
-    """Costs of cuts of what runs."""
+    """Costs of cuts of what runs. Seconds of a stage are those that its ranks take now, in proportion to what
+    its layers cost beside each other."""
 
     def __init__(self, running: RunningPipeline, layers: Sequence[Layer] | None) -> None:
         self._running = running
-        count = sum(running.cut)
-        self.layers = [Layer(_ALIKE, _ALIKE)] * count if layers is None else list(layers)
-        self.present = self._cut(running.cut)
+        self.layers = [Layer(_ALIKE, _ALIKE)] * sum(running.cut) if layers is None else list(layers)
+        self.present = _cut(running.cut)
         self.apart = all(len(row) == 1 for row in running.rows)
+        self._split = any(each.kind is ActionKind.W for row in running.actions.values() for each in row)
+        backward = [0.0, *accumulate(each.backward for each in self.layers)]
         self._before = {
-            "forward": [0.0, *accumulate(each.forward for each in self.layers)],
-            "backward": [0.0, *accumulate(each.backward for each in self.layers)],
+            ActionKind.F: [0.0, *accumulate(each.forward for each in self.layers)],
+            ActionKind.B: backward,
+            ActionKind.W: backward,
         }
         known = Costs.of(len(running.cut), **running.times)
         self._transfer = known.transfer
-        self._own: dict[str, list[float]] = {}  # seconds of each stage per unit of its layers' cost
         ranges = self.present.layer_ranges()
-        for name in ("forward", "backward", "weight"):
-            own = _per_stage(running.times.get(name), len(ranges))
-            if own is None:
-                continue
-            prefix = self._before["backward" if name == "weight" else name]
-            self._own[name] = [0.0] * len(ranges)
+        self._own: dict[ActionKind, list[float]] = {}  # seconds of each stage per unit of its layers' cost
+        for kind in self._before:
+            self._own[kind] = [0.0] * len(ranges)
             for row in running.rows:
-                cost = sum(prefix[ranges[stage].stop] - prefix[ranges[stage].start] for stage in row)
+                cost = sum(self._cost(kind, ranges[stage]) for stage in row)
                 for stage in row:
-                    self._own[name][stage] = sum(own[each] for each in row) / cost
+                    self._own[kind][stage] = sum(known.compute[kind][each] for each in row) / cost
 
-    @staticmethod
-    def _cut(layers: Sequence[int]) -> Cut:
-        return Cut(tuple(layers), (1,) * len(layers))
+    def _cost(self, kind: ActionKind, layers: range) -> float:
+        prefix = self._before[kind]
+        return prefix[layers.stop] - prefix[layers.start]
 
-    def _times(self, cut: Cut) -> dict[str, list[float]]:
-        ranges = cut.layer_ranges()
-        found = {}
-        for name, own in self._own.items():
-            prefix = self._before["backward" if name == "weight" else name]
-            found[name] = [
-                each * (prefix[layers.stop] - prefix[layers.start])
-                for each, layers in zip(own, ranges, strict=True)
-            ]
-        return found
+    def _times(self, kind: ActionKind, cut: Cut) -> list[float]:
+        """Returns the seconds of each stage."""
+        return [
+            own * self._cost(kind, layers)
+            for own, layers in zip(self._own[kind], cut.layer_ranges(), strict=True)
+        ]
+
+    def stage_seconds(self, stage: int, layers: range, _: int) -> float:
+        """Returns the seconds that a stage computes for a micro-batch if it has these layers."""
+        kinds = (ActionKind.F, ActionKind.B)
+        return sum(self._own[kind][stage] * self._cost(kind, layers) for kind in kinds)
 
     def seconds(self, cut: Cut) -> float:
-        """Seconds of a step."""
-        times: dict[str, Any] = {"weight": None, **self._times(cut)}
-        costs = Costs.of(len(cut.layers), **times, transfer=self._transfer)
+        """Returns the seconds of a step."""
+        forward, backward, weight = (self._times(kind, cut) for kind in self._before)
+        costs = Costs.of(len(cut.layers), forward, backward, weight, self._transfer)
         return simulate_actions(self._running.actions, costs).makespan
 
     def busiest(self, cut: Cut) -> float:
-        """Seconds that the ranks of some stages compute in a step."""
-        times = self._times(cut)
+        """Returns the seconds that the ranks of some stages compute in a step."""
+        ranges = cut.layer_ranges()
         return self._running.microbatches * max(
-            sum(times["forward"][stage] + times["backward"][stage] for stage in row)
-            for row in self._running.rows
+            sum(self.stage_seconds(stage, ranges[stage], 1) for stage in row) for row in self._running.rows
         )
 
     def bound(self, cut: Cut) -> float:
-        """No step is shorter: a stage begins behind one forward of those before it, and what it ends with
-        still goes back through these."""
+        """Returns seconds that no step is shorter than: a stage begins behind one forward of those before it,
+        and what it ends with still goes back through these."""
         if not self.apart:
             return self.busiest(cut)
-        times = self._times(cut)
-        late = times.get("weight", [0.0] * len(cut.layers))
         longest = around = 0.0
-        for forward, backward, weight in zip(times["forward"], times["backward"], late, strict=True):
+        for forward, backward, weight in zip(*(self._times(kind, cut) for kind in self._before), strict=True):
             longest = max(longest, around + self._running.microbatches * (forward + backward))
-            around += forward + backward - weight
+            around += forward + backward - (weight if self._split else 0.0)
         return longest
-
-    def balanced(self) -> Cut:
-        """The cut whose slowest stage is fastest, by dynamic programming over the first layers on the first
-        stages."""
-        forward, backward = self._before["forward"], self._before["backward"]
-        count, total = len(self._running.cut), len(self.layers)
-        best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-        for stage in range(count):
-            a, b = self._own["forward"][stage], self._own["backward"][stage]
-            following: dict[int, tuple[float, tuple[int, ...]]] = {}
-            for begin, (slowest, cut) in best.items():
-                left = count - stage - 1
-                for end in range(begin + 1, total - left + 1) if left else [total]:
-                    own = a * (forward[end] - forward[begin]) + b * (backward[end] - backward[begin])
-                    if max(slowest, own) < following.get(end, (math.inf,))[0]:
-                        following[end] = (max(slowest, own), (*cut, end - begin))
-            best = following
-        return self._cut(best[total][1])
 
     def moving(self, cut: Cut, topology: Topology | None) -> float:
         """Seconds in which the state of layers is sent to other stages, as if every rank of a stage had all
@@ -225,10 +206,8 @@ class _Model:
         return math.ceil(self._running.nbytes[stage] * part)
 
 
-def _per_stage(times: Any, stages: int) -> list[float] | None:
-    if times is None:
-        return None
-    return [float(times)] * stages if isinstance(times, int | float) else [float(each) for each in times]
+def _cut(layers: Sequence[int]) -> Cut:
+    return Cut(tuple(layers), (1,) * len(layers))
 
 
 _TIMES = ("forward", "backward", "weight", "transfer")
@@ -237,7 +216,7 @@ _MOST_STEPS = 10**9
 
 
 @dataclass(frozen=True)
-class Wish:
+class RebalanceRequest:
     """The arguments of `meshcast.elastic.rebalance` on this rank, which documents them."""
 
     optimizer: Any
@@ -327,7 +306,7 @@ def _text(value: Any) -> str:
     return f"{text[:_SHOWN]}... ({hashlib.blake2b(text.encode(), digest_size=8).hexdigest()})"
 
 
-def agreed_cut(schedule: PipelineSchedule, wish: Wish) -> Recut | None:
+def agreed_cut(schedule: PipelineSchedule, request: RebalanceRequest) -> Recut | None:
     """The same on every rank of the pipeline: the first of them decides, by what all have measured.
 
     Raises LayoutError on all ranks where one cannot go on or the ranks contradict each other.
@@ -336,25 +315,25 @@ def agreed_cut(schedule: PipelineSchedule, wish: Wish) -> Recut | None:
     def said() -> dict[str, Any]:
         if schedule._failed is not None:
             raise AbortedError(f"the pipeline failed before: {schedule._failed}", op="pipeline")
-        arguments = wish.checked(schedule)
+        arguments = request.checked(schedule)
         if schedule._wirings.last is None or not schedule._agreed().trains:
             raise LayoutError("there was no training step yet: call it between two steps")
-        times = {} if wish.times is not None else schedule.stage_times()
-        return {
-            "arguments": arguments,
-            "stages": {
-                str(index): {
-                    "times": _listed(times.get(index)),
-                    "nbytes": _nbytes(stage.submod, wish.optimizer),
-                }
-                for index, stage in schedule._mine.items()
-            },
+        times = {} if request.times is not None else schedule.stage_times()
+        facts = {
+            index: _StageFacts(times.get(index), _nbytes(stage.submod, request.optimizer))
+            for index, stage in schedule._mine.items()
         }
+        return {"arguments": arguments, "stages": pack(facts, dict[int, _StageFacts])}
 
-    answer = _agree(schedule, said, lambda found: _decided(schedule, wish, found))
-    if answer["cut"] is None:
-        return None
-    return Recut(tuple(answer["cut"]), answer["before"], answer["after"], answer["moving"])
+    answer = _agree(schedule, said, lambda found: _decided(schedule, request, found))
+    return None if answer["recut"] is None else unpack(Recut, answer["recut"])
+
+
+class _StageFacts(NamedTuple):
+    """times: as measured on one rank. nbytes: of the model's and the optimizer's state there."""
+
+    times: StageTimes | None
+    nbytes: int
 
 
 def all_well(schedule: PipelineSchedule, failed: Exception | None) -> None:
@@ -367,10 +346,6 @@ def all_well(schedule: PipelineSchedule, failed: Exception | None) -> None:
         return {}
 
     _agree(schedule, said, lambda _: {})
-
-
-def _listed(times: Any) -> list[float | None] | None:
-    return None if times is None else [times.forward, times.backward, times.weight]
 
 
 def _nbytes(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
@@ -389,13 +364,13 @@ def _agree(
 ) -> dict[str, Any]:
     """The answer. Raises on all ranks what one has raised."""
     board = schedule._board
+    caller = Caller("rebalance", board.rank)
     mine: Exception | None = None
     try:
         value = say()
     except Exception as error:
         mine = error
-        kind = type(error).__name__ if type(error).__name__ in errors.__all__ else "LayoutError"
-        value = {"refused": str(error) or type(error).__name__, "kind": kind}
+        value = _refusal(error)
     value["opened"] = board.opened
 
     def answered(found: dict[int, Any]) -> dict[str, Any]:
@@ -406,24 +381,33 @@ def _agree(
         try:
             return {**more, **decide(found)}
         except Exception as error:  # the others must not wait for it
-            return {**more, "rank": board.rank, "refused": str(error), "kind": "LayoutError"}
+            return {**more, **_refusal(error), "rank": board.rank}
 
     answer = board.agree(f"recut/{schedule._recuts}", value, answered)
     board.forget_past()
     schedule._recuts += 1
     board.skip_to(answer["opened"])
-    if "refused" in answer:
-        if mine is not None and type(mine).__name__ in errors.__all__:
-            raise mine
-        kind_of_error: type[MeshcastError] = vars(errors)[answer["kind"]]
-        text = answer["refused"] if mine is None else str(mine) or type(mine).__name__
-        rank = answer["rank"] if mine is None else board.rank
-        peer = None if mine is not None else rank
-        raise kind_of_error(f"rebalance: rank {rank}: {text}", rank=board.rank, peer=peer) from mine
-    return answer
+    if "refused" not in answer:
+        return answer
+    kind: type[MeshcastError] = vars(errors)[answer["kind"]]
+    if mine is None:
+        raise caller.error(kind, f"rank {answer['rank']}: {answer['refused']}", peer=answer["rank"])
+    if isinstance(mine, MeshcastError) and type(mine).__name__ in errors.__all__:
+        raise caller.typed(mine)
+    raise caller.error(kind, str(mine) or type(mine).__name__) from mine
 
 
-def _decided(schedule: PipelineSchedule, wish: Wish, found: Mapping[int, Any]) -> dict[str, Any]:
+def _refusal(error: Exception) -> dict[str, Any]:
+    kind = type(error).__name__
+    return {
+        "refused": str(error) or kind,
+        "kind": kind if isinstance(error, MeshcastError) and kind in errors.__all__ else "LayoutError",
+    }
+
+
+def _decided(
+    schedule: PipelineSchedule, request: RebalanceRequest, found: Mapping[int, Any]
+) -> dict[str, Any]:
     """On the first rank. Raises LayoutError where the ranks contradict each other."""
     first = min(found)
     for rank, said in sorted(found.items()):
@@ -435,46 +419,43 @@ def _decided(schedule: PipelineSchedule, wish: Wish, found: Mapping[int, Any]) -
                     "the same on every rank"
                 )
     table = schedule._agreed()
-    count = len(table.ranks)
-    by_stage: list[list[Any]] = [
-        [said["stages"][str(stage)] for said in found.values() if str(stage) in said["stages"]]
-        for stage in range(count)
-    ]
-    times = dict(wish.times or {})
-    if wish.times is None:
-        if any(each["times"] is None for listed in by_stage for each in listed):
-            return {"cut": None}  # nothing has been measured of this schedule yet
-        slowest = [_slowest([each["times"] for each in listed]) for listed in by_stage]
-        times = dict(zip(_TIMES, zip(*slowest, strict=True), strict=False))
-        if all(each is None for each in times["weight"]):
-            del times["weight"]
-        else:  # a stage that is not split computes all of it late
-            times["weight"] = [each or 0.0 for each in times["weight"]]
-    topology = wish.topology or next(iter(schedule._mine.values())).topology
+    listed: list[list[_StageFacts]] = [[] for _ in table.ranks]
+    for said in found.values():
+        for stage, facts in unpack(dict[int, _StageFacts], said["stages"]).items():
+            listed[stage].append(facts)
+    times = dict(request.times or {})
+    if request.times is None:
+        measured = [[each.times for each in facts if each.times is not None] for facts in listed]
+        if any(len(each) < len(facts) for each, facts in zip(measured, listed, strict=True)):
+            return {"recut": None}  # nothing has been measured of this schedule yet
+        times = _slowest(measured)
+    topology = request.topology or next(iter(schedule._mine.values())).topology
     times.setdefault("transfer", schedule.transfer_times(topology))
     recut = better_cut(
         RunningPipeline(
-            tuple(wish.cut),
+            tuple(request.cut),
             schedule._recipe.lowered(len(table.rows), train=True),
             schedule._n_microbatches,
             table.rows,
             table.ranks,
             {"weight": None, **times},
-            [max(each["nbytes"] for each in listed) for listed in by_stage],
+            [max(each.nbytes for each in facts) for facts in listed],
         ),
-        wish.layers,
-        threshold=wish.threshold,
-        horizon=wish.horizon,
-        overhead=wish.overhead,
+        request.layers,
+        threshold=request.threshold,
+        horizon=request.horizon,
+        overhead=request.overhead,
         topology=topology,
     )
-    if recut is None:
-        return {"cut": None}
-    return {"cut": recut.cut, "before": recut.before, "after": recut.after, "moving": recut.moving}
+    return {"recut": None if recut is None else pack(recut)}
 
 
-def _slowest(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """The longest time of each kind among the ranks of a stage."""
-    return [
-        None if any(each is None for each in listed) else max(listed) for listed in zip(*ranks, strict=True)
-    ]
+def _slowest(stages: Sequence[Sequence[StageTimes]]) -> dict[str, Any]:
+    """Returns the longest time of each kind among the ranks of each stage, as `simulate` takes them."""
+    late = [[each.weight for each in ranks if each.weight is not None] for ranks in stages]
+    return {
+        "forward": [max(each.forward for each in ranks) for ranks in stages],
+        "backward": [max(each.backward for each in ranks) for ranks in stages],
+        # Of a schedule that splits backwards, a stage that is not split computes all of it early.
+        "weight": [max(each, default=0.0) for each in late] if any(late) else None,
+    }

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from meshcast import Layout
 from meshcast.bench import report
-from meshcast.bench.calibrate import Links
 from meshcast.bench.cases import CaseSetting, find
+from meshcast.bench.measure import Links
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))

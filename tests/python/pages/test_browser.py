@@ -15,9 +15,9 @@ from pathlib import Path
 import meshcast
 import pytest
 from meshcast import Layout, Plan, Topology
-from meshcast.pages.page import write_plan_page, write_timeline_page
-from meshcast.pages.schedule_panels import panel_of_report
+from meshcast.pages.page import panel_of, write_plan_page, write_timeline_page
 from meshcast.pipelining import simulate
+from meshcast.pipelining.trace import Timeline
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
@@ -129,7 +129,7 @@ def test_every_control_has_a_name_and_is_one_of_html(plan_page: Path) -> None:
 
 def test_schedules(tmp_path: Path) -> None:
     reports = [simulate(name, 4, 8, transfer=0.5) for name in ("GPipe", "1F1B", "Eager1F1B")]
-    panels = [panel_of_report(name, r) for name, r in zip("abc", reports, strict=True)]
+    panels = [panel_of(Timeline.simulated(name, r)) for name, r in zip("abc", reports, strict=True)]
     write_timeline_page(panels, "Three schedules", tmp_path / "page.html")
     dom = opened(tmp_path / "page.html", "t=0.5&upper=1&lower=2")
     assert json.loads(dom["makespans"]) == [report.makespan for report in reports]

@@ -16,9 +16,9 @@ import pytest
 from meshcast import Layout, Topology
 from meshcast.cli import main
 from meshcast.errors import LayoutError
-from meshcast.pages.page import critical_path, write_page, write_plan_page, write_timeline_page
-from meshcast.pages.schedule_panels import panel_of_report
+from meshcast.pages.page import critical_path, panel_of, write_page, write_plan_page, write_timeline_page
 from meshcast.pipelining import simulate
+from meshcast.pipelining.trace import Timeline
 
 PLAN = ["plan", "--shape", "64,64,8", "--dtype", "int32", "--src", "2x4:S0RR", "--dst", "3x4@8:S0RR"]
 
@@ -84,7 +84,7 @@ def test_the_critical_path_reaches_from_begin_to_end() -> None:
     """In a schedule without gaps on it: each span begins when the one before ends, and they add up."""
     for name, transfer in (("1F1B", 0.0), ("1F1B", 0.5), ("Eager1F1B", 0.5), ("GPipe", 1.0), ("ZBH1", 0.25)):
         report = simulate(name, 4, 8, transfer=transfer)
-        panel = panel_of_report(name, report)
+        panel = panel_of(Timeline.simulated(name, report))
         path = [panel.bars[index] for index in panel.critical]
         assert path[0].start == 0.0
         assert path[-1].end == report.makespan
@@ -154,7 +154,7 @@ def test_what_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(LayoutError, match=f"{len(plan)} hops are too many to draw.*--chunk-bytes"):
         write_plan_page(plan, tmp_path / "plan.html")
     monkeypatch.setattr("meshcast.pages.page._MOST_BARS", 3)
-    panel = panel_of_report("1F1B", simulate("1F1B", 2, 2))
+    panel = panel_of(Timeline.simulated("1F1B", simulate("1F1B", 2, 2)))
     with pytest.raises(LayoutError, match="12 bars are too many to draw"):
         write_timeline_page([panel], "title", tmp_path / "page.html")
     assert list(tmp_path.iterdir()) == []

@@ -20,7 +20,15 @@ from meshcast.pipelining import (
 )
 from meshcast.pipelining.action import ScheduleError
 from meshcast.pipelining.compat import order_of_torch
-from meshcast.tuning.candidates import Candidate, Times, best_of, candidates, counts_to_try, times_at
+from meshcast.tuning.candidates import (
+    Candidate,
+    Measured,
+    Placed,
+    Times,
+    best_of,
+    counts_to_try,
+    times_at,
+)
 from meshcast.tuning.choose import _together
 from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -41,7 +49,7 @@ def times(
 def found(
     rows: list[list[int]], counts: list[int], known: Times, budget: float | None = None
 ) -> list[Candidate]:
-    return candidates(rows, counts, max(counts), [known], None, [budget] * len(rows))
+    return Placed(rows, [budget] * len(rows)).candidates(counts, max(counts), [known])
 
 
 SINGLE = [[0], [1], [2], [3]]
@@ -152,14 +160,14 @@ def test_smaller_microbatches_are_on_the_line_through_two_sizes() -> None:
 
 
 def test_of_the_ranks_of_a_stage_the_slowest_counts_and_the_fullest() -> None:
-    def said(stage: int, forward: float, held: int, links: dict[str, float]) -> Any:
+    def said(stage: int, forward: float, held: int, links: dict[tuple[int, int], float]) -> Measured:
         numbers = {"F": forward, "B": 2 * forward, "I": forward, "W": forward, "held": held, "between": 1}
-        return {"stages": {str(stage): numbers}, "links": links}
+        return Measured({stage: numbers}, links)
 
     ranks = [
-        said(0, 1.0, 10, {"0>1": 0.1}),
-        said(1, 3.0, 20, {"0>1": 0.3}),
-        said(1, 2.0, 40, {"0>1": 0.2}),
+        said(0, 1.0, 10, {(0, 1): 0.1}),
+        said(1, 3.0, 20, {(0, 1): 0.3}),
+        said(1, 2.0, 40, {(0, 1): 0.2}),
         said(2, 1.0, 30, {}),
     ]
     for order in (ranks, ranks[::-1]):
@@ -182,10 +190,11 @@ def test_the_number_of_microbatches_is_chosen_too() -> None:
         times(4, samples=16.0, forward=16, backward=32, inputs=16, weights=16),
     ]
     counts = [4, 16, 64]
-    best = best_of(candidates(SINGLE, counts, 64, proportional, None, [None] * 4))
+    free = Placed(SINGLE, [None] * 4)
+    best = best_of(free.candidates(counts, 64, proportional))
     assert best.microbatches == 64
     constant = [times(4, samples=1.0), times(4, samples=16.0)]
-    assert best_of(candidates(SINGLE, counts, 64, constant, None, [None] * 4)).microbatches == 4
+    assert best_of(free.candidates(counts, 64, constant)).microbatches == 4
 
 
 @pytest.mark.parametrize("name", ["LoopedBFS", "InterleavedZeroBubble", "DualPipeV"])

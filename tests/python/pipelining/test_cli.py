@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from meshcast.cli import main
+from meshcast.pipelining import Action
 from meshcast.pipelining.trace import Trace
 
 PNG = b"\x89PNG"
@@ -71,12 +72,12 @@ def write_traces(folder: Path) -> list[str]:
     for rank in range(2):
         trace = Trace(began=(100.0 * rank, 1000.0 + 0.5 * rank))
         begin = trace.began[0]
-        trace.add(f"wait {rank}RECV_F0", "wait", begin, begin + 0.1)
-        trace.add(f"{rank}F0", "compute", begin + 0.1, begin + 0.4)
-        trace.add(f"{rank}I0", "compute", begin + 0.4, begin + 0.5)
-        trace.add(f"{rank}W0", "compute", begin + 0.5, begin + 0.6)
+        trace.add(Action.parse(f"{rank}RECV_F0"), begin, begin + 0.1)
+        trace.add(Action.parse(f"{rank}F0"), begin + 0.1, begin + 0.4)
+        trace.add(Action.parse(f"{rank}I0"), begin + 0.4, begin + 0.5)
+        trace.add(Action.parse(f"{rank}W0"), begin + 0.5, begin + 0.6)
         if rank == 0:
-            trace.add("0SEND_F0>1", "transfer", begin + 0.55, begin + 0.65)
+            trace.add(Action.parse("0SEND_F0>1"), begin + 0.55, begin + 0.65)
         paths.append(str(folder / f"rank{rank}.json"))
         trace.write(paths[-1], rank)
     return paths

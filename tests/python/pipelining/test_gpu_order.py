@@ -255,8 +255,10 @@ def test_the_trace_tells_when_the_gpu_computed(monkeypatch: pytest.MonkeyPatch) 
     trace = run.runtime.trace
     assert trace is run.runtime.trace and len(trace.events) == len(run.runtime.trace.events)
     spans: dict[str, list[tuple[str, float, float]]] = {}
-    for name, category, begin, end in trace.events:
-        spans.setdefault(category, []).append((name, begin, end))
+    for action, begin, end in trace.events:
+        kind = action.kind
+        category = "compute" if kind.is_compute else "wait" if kind.is_recv else "transfer"
+        spans.setdefault(category, []).append((str(action), begin, end))
     assert len(spans["compute"]) == len(spans["wait"]) == 2 * MICROBATCHES
     for (_, _, waited), (name, begin, end) in zip(spans["wait"], spans["compute"], strict=True):
         assert begin == pytest.approx(waited, abs=1e-9), "compute begins where the wait ends"
@@ -293,17 +295,17 @@ def test_marks_are_read_when_the_gpu_is_through(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"current of {device}")
     clock, trace = GpuClock(torch.device("cuda", 2)), Trace()
     marks = [clock.mark() for _ in range(3)]
-    clock.add("F 0", "compute", marks[0], marks[1])
-    clock.add("W 0", "compute", marks[1], marks[2])
+    clock.add(Action.parse("0F0"), marks[0], marks[1])
+    clock.add(Action.parse("0W0"), marks[1], marks[2])
     clock.read_into(trace)
     assert recorded == ["current of cuda:2"] * 4
-    (_, _, began, ended), (_, _, also_ended, last) = trace.events
+    (_, began, ended), (_, also_ended, last) = trace.events
     assert ended == also_ended and ended - began == pytest.approx(1e-3)
     assert last >= passed[0] - 1e-3, "the last mark is a millisecond old when the GPU is through"
     # The host was through with the step long before; a step lasts until the GPU is.
     assert trace.seconds == last - trace.began[0]
     longer = Trace(seconds=60.0)
-    clock.add("F 0", "compute", marks[0], marks[1])
+    clock.add(Action.parse("0F0"), marks[0], marks[1])
     clock.read_into(longer)
     assert longer.seconds == 60.0
 

@@ -8,7 +8,7 @@ import meshcast
 import pytest
 import torch
 from meshcast.pipelining import Layer, ScheduleError, Value, partition, simulate
-from meshcast.tuning import partition_search as search
+from meshcast.tuning import search
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 pytestmark = pytest.mark.timeout(120)
@@ -81,7 +81,10 @@ def test_the_most_balanced_cut_has_the_fastest_slowest_stage() -> None:
         parts = zip(cut.layer_ranges(), cut.ranks, strict=True)
         return max(sum(times[i] for i in layers) * -(-12 // d) / 12 for layers, d in parts)
 
-    cut = search.balanced(times, 3, 6, 12)
+    def stage_seconds(_: int, layers: range, ranks: int) -> float:
+        return sum(times[i] for i in layers) * -(-12 // ranks) / 12
+
+    cut = search.balanced(7, 3, 6, stage_seconds)
     everything = [
         search.Cut(layers, ranks)
         for layers in search._compositions(7, 3)

@@ -9,7 +9,8 @@ from pathlib import Path
 import meshcast
 import pytest
 from meshcast.pipelining import Layer, Partition, partition
-from meshcast.tuning.partition_search import Cut, Evaluator, PlannedJob, uses_of
+from meshcast.tuning.partition import Evaluator, PlannedJob
+from meshcast.tuning.search import Cut, uses_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 

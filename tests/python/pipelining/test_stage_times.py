@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from meshcast.errors import LayoutError
-from meshcast.pipelining import StageTimes
+from meshcast.pipelining import Action, StageTimes
 from meshcast.pipelining.trace import RecentTimes, Trace
 
 
@@ -12,10 +12,10 @@ def trace(*events: tuple[str, float], wait: float = 0.0) -> Trace:
     """A step of compute one after the other, and a wait."""
     found, now = Trace(), 0.0
     for name, seconds in events:
-        found.add(name, "compute", now, now + seconds)
+        found.add(Action.parse(name), now, now + seconds)
         now += seconds
-    found.add("wait 1RECV_F0_0", "wait", now, now + wait)
-    found.add("0SEND_F0_1", "transfer", now, now + 100.0)
+    found.add(Action.parse("1RECV_F0"), now, now + wait)
+    found.add(Action.parse("0SEND_F0"), now, now + 100.0)
     return found
 
 

@@ -3,8 +3,6 @@ is."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import re
 import shlex
 import sys
@@ -16,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
 import doc_blocks
 from doc_blocks import ROOT
+from meshcast import cli
 
 # Which test runs the programs of a page: all of them, as doc_blocks.programs lists them.
 RUN_BY = {
@@ -152,10 +151,9 @@ def _of_example(path: Path, words: list[str]) -> str:
 def _of_command_line(words: list[str]) -> str:
     if not words or words[0].startswith("-") or "|" in words[0] or words[0].isupper():
         return ""
-    if not (ROOT / "python" / "meshcast" / "cli" / f"{words[0]}.py").is_file():
+    if words[0] not in cli.COMMANDS:
         return f"no command {words[0]}"
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    importlib.import_module(f"meshcast.cli.{words[0]}").add_arguments(parser)
+    parser = cli.parser_of(words[0])
     options = [each for each in words[1:] if each.startswith("--")]
     unknown = [each for each in options if each not in parser._option_string_actions]
     return f"no option {unknown[0]}" if unknown else ""

@@ -1,0 +1,603 @@
+"""The commands `dump` and `explain`: flight records of the ranks of a job, which ranks wait for which, where
+they disagree, and what came first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from ..base import checks, settings
+from ..base.checks import Reader, read_json
+from ..base.observe import FORMAT, LISTENER
+from ..base.progress import Progress, track
+from ..errors import LayoutError, MeshcastError
+from ..pages.page import PageBar, PagePanel, write_timeline_page
+from ..planning.show import ranks_text
+from .arguments import named, output
+
+__all__ = ["check_one_job", "dump_arguments", "explain_arguments", "run_dump", "run_explain"]
+
+
+_NAMED = 4  # files of each job
+
+
+def check_one_job(files: Sequence[tuple[str, Sequence[str]]], which: str) -> None:
+    """files: with their ids; those without one may be of any job. which: what to give in place of these.
+
+    A process has an id for each store that its groups came from. Where groups are made anew, who goes on has
+    both the old id and the new: so files of one job hang together, though no id need be in all.
+    """
+    known = [(name, set(ids)) for name, ids in files if ids]
+    if not known:
+        return
+    mine, left = set(known[0][1]), known
+    while joining := [each for each in left if each[1] & mine]:
+        mine.update(*(ids for _, ids in joining))
+        left = [each for each in left if not each[1] & mine]
+    if left:
+        names = [name for name, _ in left]
+        of_first = [name for name, ids in known if ids & mine]
+        raise LayoutError(
+            f"{_listed(of_first)} and {_listed(names)} are of different jobs, by the ids in them; {which}"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" (and {more} more)" if more > 0 else "")
+
+
+_CLOCKS = 5.0  # seconds by which clocks of hosts may differ
+_STATES = ("ended", "failed", "unfinished", "not waited for")
+_NUMBER = (int, float)
+Place: TypeAlias = tuple[str, tuple[int, ...], int, int]  # process group, ranks, lane, position in it
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """A call in a record. place: which call it is, the same on all ranks; None for one that was never
+    counted.
+    ranks: whose call it is, if that is known."""
+
+    rank: int
+    op: str
+    what: str
+    state: str
+    site: str
+    begun: float
+    seconds: float | None
+    group: str
+    ranks: tuple[int, ...]
+    place: Place | None
+    error: str
+    peer: int | None
+
+    @property
+    def name(self) -> str:
+        number = "" if self.place is None else f" call {self.place[3]} of {self.group}"
+        return f"{self.op}{number}"
+
+
+class Raised(NamedTuple):
+    """An exception that ended a program. raised: when; site: the line, if that is known."""
+
+    error: str
+    raised: float
+    site: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """The record of one rank. jobs: ids, see check_one_job; job: what launchers call it; at: the line that
+    its main thread had come to; exception: what ended it; ended: its program came to its end without one."""
+
+    rank: int
+    world: int | None
+    job: str
+    jobs: list[str]
+    path: Path
+    started: float
+    written: float
+    at: str
+    exception: Raised | None
+    ended: bool
+    calls: list[RecordedCall]
+
+
+def read_records(folder: Path) -> list[Record]:
+    """Reads the records in files named *.rankN, in order of rank. Raises LayoutError for what cannot be the
+    records of one job."""
+    if not folder.is_dir():
+        raise LayoutError(f"{checks.shown(str(folder), 250)}: expected a folder with flight records")
+    paths = [path for path in folder.iterdir() if re.fullmatch(r".*\.rank\d+", path.name)]
+    if not paths:
+        raise LayoutError(
+            f"{folder}: no flight records, which are files named *.rankN; set MESHCAST_FLIGHT_RECORD to a "
+            "path there, and send ranks that are stuck SIGUSR1"
+        )
+    read = [_read(path) for path in track(paths, "flight records")]
+    records = sorted(read, key=lambda record: (record.rank, record.path))
+    _check_one_job(records)
+    return records
+
+
+def _read(path: Path) -> Record:
+    try:
+        parsed = read_json(path, "flight record")
+    except LayoutError as error:
+        raise LayoutError(f"{error}; if the file was cut short, take it away or copy it again") from None
+    where = f"flight record {path.name}"
+    reader = Reader(parsed, where)
+    if not reader.has("format"):
+        raise LayoutError(f"{where}: it has no format, as those of older versions; this one reads {FORMAT}")
+    reader.expect_format(FORMAT)
+    rank = reader.integer("rank", 0, checks.MAX_INT64)
+    fields = _Fields(parsed, where)
+    exception = None
+    if parsed.get("exception") is not None:
+        raised = _Fields(parsed["exception"], f"{where}.exception")
+        exception = Raised(raised.get("error", str), raised.get("raised", _NUMBER), _site(raised.at("site")))
+    world = fields.at("world")
+    jobs = fields.get("jobs", list, [])  # those of earlier versions have none
+    for at, each in enumerate(jobs):
+        _expect(each, str, f"{where}.jobs[{at}]")
+    return Record(
+        rank=rank,
+        world=world if isinstance(world, int) else None,
+        job=str(fields.at("job") or ""),
+        jobs=jobs,
+        path=path,
+        started=fields.get("started", _NUMBER),
+        written=fields.get("written", _NUMBER),
+        at=_site(fields.at("at")),
+        exception=exception,
+        ended=fields.at("ended") is True,  # records of earlier versions do not have it
+        calls=[
+            _call_of(call, rank, f"{where}.calls[{at}]") for at, call in enumerate(fields.get("calls", list))
+        ],
+    )
+
+
+def _call_of(call: Any, rank: int, where: str) -> RecordedCall:
+    fields = _Fields(call, where)
+    group, within = fields.get("group", str), fields.get("within", str)
+    listed = fields.get("ranks", list)
+    ranks = tuple(checks.integer(f"{where}.ranks", each, 0, checks.MAX_INT64) for each in listed)
+    lane, position, seconds, peer = map(fields.at, ("lane", "position", "seconds", "peer"))
+    counted = isinstance(lane, int) and isinstance(position, int)
+    return RecordedCall(
+        rank=rank,
+        op=fields.get("op", str),
+        what=fields.get("what", str),
+        state=checks.choice(f"{where}.state", fields.at("state"), _STATES),
+        site=_site(fields.at("site")) or "no line of the program, since autograd or a thread made it",
+        begun=fields.get("begun", _NUMBER),
+        seconds=seconds if isinstance(seconds, _NUMBER) else None,
+        group=group,
+        ranks=ranks,
+        place=(within, ranks, lane, position) if counted else None,
+        error=str(fields.at("error") or ""),
+        peer=peer if isinstance(peer, int) else None,
+    )
+
+
+class _Fields:
+    """A JSON object in a flight record; `where` is its place there, for messages."""
+
+    def __init__(self, value: Any, where: str) -> None:
+        _expect(value, dict, where)
+        self.at = value.get
+        self._where = where
+
+    def get(self, name: str, kind: Any, default: Any = None) -> Any:
+        value = self.at(name, default)
+        _expect(value, kind, f"{self._where}.{name}")
+        return value
+
+
+def _site(text: Any) -> str:
+    """A path below the working directory as seen from there."""
+    return str(text or "").removeprefix(f"{os.getcwd()}{os.sep}")
+
+
+def _expect(value: Any, kind: Any, where: str) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise LayoutError(f"{where} is {checks.shown(value)}: not what a flight record holds there")
+
+
+def _check_one_job(records: list[Record]) -> None:
+    check_one_job([(record.path.name, record.jobs) for record in records], "give a folder with those of one")
+    first, *others = records
+    for record in others:
+        for name in ("world", "job"):
+            mine, its = getattr(first, name), getattr(record, name)
+            # Workers that were replaced, or came later, differ inside a job.
+            by_id = first.jobs and record.jobs
+            if mine != its and None not in (mine, its) and not by_id:
+                raise _several_jobs(
+                    f"{first.path.name} has {name} {checks.shown(mine, 120)}, {record.path.name} has "
+                    f"{checks.shown(its, 120)}"
+                )
+    for one, other in zip(records, others, strict=False):
+        if one.rank == other.rank:
+            raise _several_jobs(f"{one.path.name} and {other.path.name} are both of rank {one.rank}")
+    youngest = max(records, key=lambda record: record.started)
+    oldest = min(records, key=lambda record: record.written)
+    # All ranks of a job live at the moment that its process group is made, so before there are calls.
+    if oldest.calls and oldest.written < youngest.started - _CLOCKS:
+        raise _several_jobs(
+            f"{oldest.path.name} was written at {_clock(oldest.written)}, before the process of "
+            f"{youngest.path.name} started at {_clock(youngest.started)}"
+        )
+
+
+def _several_jobs(why: str) -> LayoutError:
+    return LayoutError(f"{why}: records of different jobs; give a folder with those of one")
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+# What a rank raises because of another one.
+_FOLLOW = ("AbortedError", "PeerLostError", "DeadlineExceededError", "PlanMismatchError")
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank in the first call that did not end there. ranks: which it waits for; here: all of the call are
+    in it."""
+
+    call: RecordedCall
+    ranks: tuple[int, ...]
+    here: bool
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Ranks that take one call for different ones: calls by what is called and moved, each of some ranks."""
+
+    name: str
+    sides: list[list[RecordedCall]]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The findings in the records. cause: one sentence, "" where nothing is wrong."""
+
+    waits: dict[int, Wait]
+    disagreement: Disagreement | None
+    silent: tuple[int, ...]  # ranks without a record
+    cause: str
+
+
+def find(records: list[Record]) -> Found:
+    """Compares the calls of all ranks."""
+    by_rank = {record.rank: record for record in records}
+    world = next((record.world for record in records if record.world is not None), None)
+    mentioned = {rank for record in records for call in record.calls for rank in call.ranks}
+    silent = tuple(sorted({*range(world or 0), *mentioned} - by_rank.keys()))
+    made: dict[tuple[Place | None, int], RecordedCall] = {
+        (call.place, call.rank): call for record in records for call in record.calls if call.place
+    }
+    still = {record.rank: _open_calls(record) for record in records}
+    waits = {rank: _wait(calls[0], made) for rank, calls in still.items() if calls}
+    every = [call for calls in still.values() for call in calls]
+    disagreement = _disagreement(made, {call.place for call in every})
+    return Found(waits, disagreement, silent, _cause(by_rank, waits, disagreement, silent, every))
+
+
+def _open_calls(record: Record) -> list[RecordedCall]:
+    """Returns the calls that have not ended or, where there are none, those that failed and were not followed
+    by a call that ended: programs go on after a refused call, which then explains nothing."""
+    ended = max((call.begun for call in record.calls if call.state == "ended"), default=float("-inf"))
+    unfinished = [call for call in record.calls if call.state == "unfinished"]
+    return unfinished or [call for call in record.calls if call.state == "failed" and call.begun >= ended]
+
+
+def _wait(call: RecordedCall, made: Mapping[tuple[Place | None, int], RecordedCall]) -> Wait:
+    if call.state == "failed" and not call.error.startswith(("DeadlineExceeded", "PeerLost")):
+        return Wait(call, (), False)
+    missing = tuple(rank for rank in call.ranks if (call.place, rank) not in made)
+    if call.place is None or not missing:
+        return Wait(call, () if call.peer in (None, call.rank) else (call.peer or 0,), call.place is not None)
+    return Wait(call, missing, False)
+
+
+def _disagreement(
+    made: Mapping[tuple[Place | None, int], RecordedCall], still: Collection[Place | None]
+) -> Disagreement | None:
+    places: dict[object, dict[tuple[str, str], list[RecordedCall]]] = {}
+    for (place, _), call in made.items():
+        places.setdefault(place, {}).setdefault((call.op, call.what), []).append(call)
+    parted = [list(sides.values()) for place, sides in places.items() if len(sides) > 1 and place in still]
+    if not parted:
+        return None
+    sides = min(parted, key=lambda sides: min(call.begun for side in sides for call in side))
+    first = sides[0][0]
+    assert first.place is not None
+    return Disagreement(f"call {first.place[3]} of group {first.group}", sides)
+
+
+def _cause(
+    records: dict[int, Record],
+    waits: dict[int, Wait],
+    disagreement: Disagreement | None,
+    silent: tuple[int, ...],
+    still: Sequence[RecordedCall],
+) -> str:
+    ends = [(each.exception, rank) for rank, each in records.items() if each.exception is not None]
+    own = [(end.raised, rank, end) for end, rank in ends if not end.error.startswith(_FOLLOW)]
+    if own:
+        _, rank, end = min(own, key=lambda each: each[:1])
+        where = f", raised at {end.site}" if end.site else ""
+        return f"rank {rank} ended with {_first_line(end.error)}{where}"
+    failed = [call for call in still if call.state == "failed"]
+    failed.sort(key=lambda call: call.begun + (call.seconds or 0.0))
+    refused = [call for call in failed if not call.error.startswith(_FOLLOW)]
+    if refused:
+        call = refused[0]
+        return f"rank {call.rank} raised in {call.name}, at {call.site}: {_first_line(call.error)}"
+    if disagreement is not None:
+        return f"the ranks disagree on {disagreement.name}"
+    circle = _circle(waits)
+    if circle:
+        text = ", ".join(
+            f"rank {rank} waits for rank {other} in {waits[rank].call.name} at {waits[rank].call.site}"
+            for rank, other in zip(circle, [*circle[1:], circle[0]], strict=True)
+        )
+        return f"ranks wait for each other in different calls: {text}"
+    lost = [call for call in failed if call.error.startswith("PeerLostError") and call.peer is not None]
+    if lost:
+        peer = lost[0].peer
+        if peer in records and records[peer].ended:
+            return f"{_ended(records[peer])}, while {_callers(lost)} called {lost[0].name}"
+        said = "it wrote no record" if peer in silent else "it wrote a record"
+        return f"rank {peer} was lost: {said}, so it was killed or its connections broke; read its own output"
+    return _missing(records, waits, silent) or (f"{failed[0].name}: {failed[0].error}" if failed else "")
+
+
+def _missing(records: dict[int, Record], waits: dict[int, Wait], silent: tuple[int, ...]) -> str:
+    """The ranks that others wait for, and that wait for nobody."""
+    texts = []
+    awaited = sorted({rank for wait in waits.values() for rank in wait.ranks})
+    for rank in awaited:
+        if rank in waits and waits[rank].ranks:
+            continue
+        wait = next(wait for wait in waits.values() if rank in wait.ranks)
+        if rank in silent:
+            texts.append(
+                f"rank {rank} takes no part in {wait.call.name} and wrote no record: it is frozen, was "
+                "killed, or its record is elsewhere"
+            )
+            continue
+        record = records[rank]
+        if record.ended:
+            texts.append(f"{_ended(record)}, and has not made {wait.call.name}")
+            continue
+        where = f"its main thread is at {record.at}" if record.at else "where it is was not recorded"
+        aged = wait.call.begun - record.written
+        stale = f" (its record is {aged:.1f} s older than that call)" if aged > 0 else ""
+        texts.append(f"rank {rank} has not made {wait.call.name}; {where}{stale}")
+    return "; ".join(texts)
+
+
+def _callers(calls: Sequence[RecordedCall]) -> str:
+    return ranks_of(call for call in calls if call.place == calls[0].place)
+
+
+def _ended(record: Record) -> str:
+    last = f"after {record.calls[-1].name}" if record.calls else "without a call"
+    return f"the program of rank {record.rank} came to its end {last}"
+
+
+def _circle(waits: dict[int, Wait]) -> list[int]:
+    """Ranks each of which waits for the next one, the last one for the first."""
+    done: set[int] = set()
+    for start in sorted(waits):
+        path: list[int] = []
+        rank: int | None = start
+        while rank is not None and rank in waits and rank not in done:
+            if rank in path:
+                return path[path.index(rank) :]
+            path.append(rank)
+            rank = next(iter(sorted(waits[rank].ranks, key=lambda other: other not in waits)), None)
+        done.update(path)
+    return []
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def ranks_of(calls: Iterable[RecordedCall]) -> str:
+    """ "rank 3" or "ranks 0-2,5"."""
+    ranks = tuple(sorted(call.rank for call in calls))
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+
+
+_SHOWN = 32  # ranks that get lines of their own
+_DRAWN = 100  # calls of each rank on the page
+
+
+def explain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="DIR",
+        help="with files named *.rankN, which ranks write where MESHCAST_FLIGHT_RECORD says, "
+        "when a call fails, an exception ends the program, and on SIGUSR1",
+    )
+    parser.add_argument(
+        "--html", type=output(), metavar="FILE", help="write a page with the last calls over time"
+    )
+    parser.add_argument("--json", action="store_true", help="print the cause and the waits as JSON")
+
+
+def run_explain(arguments: argparse.Namespace) -> int:
+    """Explain a stuck or failed job from the flight records of its ranks: who waits for whom, the call that
+    ranks disagree on, and what came first."""
+    records = read_records(arguments.folder)
+    found = find(records)
+    text = "\n".join(_lines(records, found))
+    if arguments.html is not None:
+        with named("--html"):
+            panel = _panel(records)
+            with Progress("writing the page"):
+                write_timeline_page(
+                    [panel], f"Flight records in {arguments.folder.name}", arguments.html, text
+                )
+    if arguments.json:
+        waits = {
+            rank: {"call": wait.call.name, "at": wait.call.site, "for": list(wait.ranks)}
+            for rank, wait in found.waits.items()
+        }
+        silent = list(found.silent)
+        text = json.dumps({"cause": found.cause, "waits": waits, "without_record": silent}, indent=2)
+    print(text)
+    return 0
+
+
+def _panel(records: list[Record]) -> PagePanel:
+    """The last calls of each rank, in seconds from the first of them. A call that did not end goes on until
+    its record was written; one that was not waited for has its begin alone."""
+    drawn = [(row, record, call) for row, record in enumerate(records) for call in record.calls[-_DRAWN:]]
+    first = min((call.begun for _, _, call in drawn), default=0.0)
+    bars = []
+    for row, record, call in drawn:
+        kind = "late" if call.state == "not waited for" else call.state
+        seconds = record.written - call.begun if kind == "unfinished" else call.seconds or 0.0
+        begin = call.begun - first
+        text = f"{call.name}: {call.state}, at {call.site}"
+        number = "" if call.place is None else str(call.place[3])
+        bars.append(PageBar(row, kind, begin, begin + max(0.0, seconds), number, text))
+    end = max((bar.end for bar in bars), default=0.0)
+    rows = [f"rank {record.rank}" for record in records]
+    return PagePanel(f"The last {_DRAWN} calls of each rank", "s", rows, bars, end)
+
+
+def _lines(records: list[Record], found: Found) -> list[str]:
+    world = len(records) + len(found.silent)
+    none = f"; none of rank{'s' if len(found.silent) > 1 else ''} {ranks_text(found.silent)}"
+    lines = [f"{len(records)} records of {world} ranks{none if found.silent else ''}"]
+    shown_ranks = [record for record in records if record.rank in found.waits or record.exception]
+    for record in shown_ranks[:_SHOWN]:
+        lines += ["", *_rank(record, found)]
+    if len(shown_ranks) > _SHOWN:
+        lines += ["", f"... {len(shown_ranks)} ranks"]
+    others = [record for record in records if record not in shown_ranks]
+    for record in others[: _SHOWN if found.waits else 0]:
+        last = record.calls[-1] if record.calls else None
+        said = f"last call {last.name}, {last.state}" if last else "no calls"
+        where = f"its main thread is at {record.at or 'no line of Python'}"
+        lines += [
+            "",
+            f"rank {record.rank}: {said}; {'its program came to its end' if record.ended else where}",
+        ]
+    if found.disagreement is not None:
+        lines += ["", f"the ranks disagree on {found.disagreement.name}"]
+        for side in found.disagreement.sides:
+            lines.append(f"  {ranks_of(side)}: {side[0].op}, {side[0].what}")
+            lines += [f"    at {site}" for site in sorted({call.site for call in side})]
+    lines += ["", f"first cause: {found.cause}" if found.cause else "no call failed or waits"]
+    return lines
+
+
+def _rank(record: Record, found: Found) -> list[str]:
+    wait = found.waits.get(record.rank)
+    lines = []
+    if wait is not None:
+        call = wait.call
+        lines.append(f"rank {record.rank}: {_state(record, call)}{_whom(wait.ranks, wait.here)}")
+        lines.append(f"  at {call.site}")
+        if call.what:
+            lines.append(f"  {call.what}")
+        if call.error:
+            lines.append(f"  {shown_error(call.error)}")
+    if record.exception is not None and (wait is None or wait.call.error != record.exception.error):
+        lines.append(f"rank {record.rank}: ended with {shown_error(record.exception.error)}")
+        if record.exception.site:
+            lines.append(f"  raised at {record.exception.site}")
+    return lines
+
+
+def _state(record: Record, call: RecordedCall) -> str:
+    if call.state == "failed":
+        return f"{call.name} failed after {call.seconds or 0.0:.1f} s"
+    return f"in {call.name} for {max(0.0, record.written - call.begun):.1f} s"
+
+
+def _whom(ranks: tuple[int, ...], here: bool) -> str:
+    if ranks:
+        return f", waits for rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+    return "; all its ranks are in it" if here else ""
+
+
+def shown_error(text: str) -> str:
+    """The first line of an error, in one line of the output."""
+    line = text.partition("\n")[0]
+    return line if len(line) <= 400 else f"{line[:397]}..."
+
+
+_PROC = Path("/proc")
+
+
+def dump_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "processes", nargs="*", metavar="PID", help="ask these only (default: all that this user may signal)"
+    )
+
+
+def run_dump(arguments: argparse.Namespace) -> int:
+    """Ask the processes of a running job on this host to write their flight records.
+
+    Only processes that listen get the signal: those that imported meshcast with MESHCAST_FLIGHT_RECORD set.
+    """
+    listed = arguments.processes or [entry.name for entry in _PROC.iterdir() if entry.name.isdecimal()]
+    asked = []
+    for name in listed:
+        if not (name.isascii() and name.isdecimal()):
+            raise LayoutError(f"{checks.shown(name)}: expected the number of a process")
+        if _listens(int(name)):
+            os.kill(int(name), signal.SIGUSR1)
+            asked.append(int(name))
+        elif arguments.processes:
+            raise LayoutError(
+                f"process {name} does not listen: it has ended, is another user's, or was started without "
+                f"{settings.FLIGHT_RECORD.name}"
+            )
+    if not asked:
+        raise MeshcastError(
+            f"no process of this host listens: start the ranks with {settings.FLIGHT_RECORD.name}=DIR/NAME, "
+            "and they write their records to DIR"
+        )
+    for process in sorted(asked):
+        print(f"asked process {process} to write {_record_of(process)}")
+    return 0
+
+
+def _listens(process: int) -> bool:
+    """Returns True if a process has the thread that waits for the signal and may be signalled."""
+    try:
+        names = [(task / "comm").read_text().strip() for task in (_PROC / str(process) / "task").iterdir()]
+        os.kill(process, 0)
+    except OSError:  # it ended meanwhile, or belongs to another user
+        return False
+    return LISTENER in names
+
+
+def _record_of(process: int) -> str:
+    folder = _PROC / str(process)
+    variables = dict(
+        line.partition("=")[::2] for line in (folder / "environ").read_text(errors="replace").split("\0")
+    )
+    path = variables.get(settings.FLIGHT_RECORD.name, "?")  # "?": set by the program itself
+    return f"{(folder / 'cwd').readlink() / path}.rank{variables.get('RANK', '0')}"
