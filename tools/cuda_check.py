@@ -124,8 +124,9 @@ def kernels(module: Path, program: str) -> dict[str, dict[str, tuple[int, int]]]
 
 def main() -> None:
     import meshcast
+    import meshcast._build_info as _build_info
     import torch
-    from meshcast import _C, _build_info
+    from meshcast import _C
 
     with_cuda = torch.version.cuda is not None
     if with_cuda != _build_info.with_cuda or with_cuda != hasattr(_C, "cuda"):
