@@ -190,7 +190,7 @@ def layouts_of_all_kinds(context) -> None:
     for x in state.values():
         if isinstance(x, torch.Tensor):
             (x.to_local() if isinstance(x, DTensor) else x).zero_()
-    copied = {name for name, _ in replicas._guests.keeper}
+    copied = {name for name, _ in replicas._keepers.keeper}
     assert copied == {"stage", "tied", "boxes", "alone", "scalar"}
     for lost in ([0], [1], [0, 1], [3], [2, 3], [4]):
         living = [each for each in ALL if each not in lost]
@@ -222,7 +222,7 @@ def more_dead_than_it_bears(context) -> None:
         living = [rank for rank in ALL if rank not in lost]
         new = quiet_mesh(living)
         if context.rank not in lost:
-            keepers = replicas._guests.keeper if replicas is not None else {}
+            keepers = replicas._keepers.keeper if replicas is not None else {}
             error = raised(
                 LayoutError,
                 "on no rank any more",

@@ -46,7 +46,7 @@ from .places import Inventory, Old, called_by, old_layouts, run
 if TYPE_CHECKING:
     from ..topology import Topology
 
-__all__ = ["Copy", "Guests", "ReplicaCopies", "Replicas"]
+__all__ = ["Copy", "Keepers", "ReplicaCopies", "Replicas"]
 
 
 class _Tile(NamedTuple):
@@ -56,8 +56,9 @@ class _Tile(NamedTuple):
     nbytes: int
 
 
-class Guests:
-    """The same on all ranks. keeper: {(name, box): rank}, of boxes that live on one host alone.
+class Keepers:
+    """The ranks that keep copies for others, chosen the same way on all ranks. keeper: {(name, box): rank},
+    of boxes that live on one host alone.
 
     Where all ranks are on one host, a rank counts as a host. What the same ranks hold goes to one keeper, so
     that few pairs of ranks talk. Keepers are chosen so that each keeps about as many bytes.
@@ -127,16 +128,16 @@ class Guests:
 
 
 class Copy:
-    """A copy of one step. own: what this rank held; guests: what it keeps for others, by name as local
+    """A copy of one step. own: what this rank held; replicas: what it keeps for others, by name as local
     tensors; values: entries that are no tensors, of all ranks. All in host memory. step: None while it is not
     whole."""
 
     def __init__(self) -> None:
         self.step: int | None = None
         self.own: dict[str, torch.Tensor] = {}
-        self.guests: dict[str, torch.Tensor] = {}
+        self.replicas: dict[str, torch.Tensor] = {}
         self.values: dict[str, Any] = {}
-        self.memory = Memory()  # that the guests arrive in
+        self.memory = Memory()  # that the replicas arrive in
 
     @torch.no_grad()
     def take(
@@ -176,10 +177,10 @@ class ReplicaCopies:
             found.step = None
             return found
 
-    def whole(self, copy: Copy, step: int, guests: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    def whole(self, copy: Copy, step: int, replicas: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
         """Everything of it is here."""
         with self._lock:
-            copy.step, copy.guests, copy.values = step, guests, values
+            copy.step, copy.replicas, copy.values = step, replicas, values
 
     @property
     def steps(self) -> list[int]:
@@ -293,8 +294,8 @@ class Replicas:
             self._check_partial()
         self._own = sides.own
         shared = {name: origin for name, origin in self._origins.items() if name not in sides.own}
-        self._guests = Guests(shared, {rank: each.host for rank, each in members.items()})
-        self._kept = self._guests.destinations()
+        self._keepers = Keepers(shared, {rank: each.host for rank, each in members.items()})
+        self._kept = self._keepers.destinations()
         tensors = self._tensors(held)
         self._like = _likenesses(tensors)
         self._shapes = {name: self._shape(name, tensor) for name, tensor in tensors.items()}
@@ -351,9 +352,9 @@ class Replicas:
         def refreshed(talk: Conversation, deadline: float) -> None:
             try:
                 result = talk.run(refresh, deadline)
-                guests = {name: x for name, x in result.items() if isinstance(x, torch.Tensor)}
-                told = {name: x for name, x in result.items() if name not in guests and name != _ALWAYS}
-                self._copies.whole(copy, number, guests, {**told, **values})
+                replicas = {name: x for name, x in result.items() if isinstance(x, torch.Tensor)}
+                told = {name: x for name, x in result.items() if name not in replicas and name != _ALWAYS}
+                self._copies.whole(copy, number, replicas, {**told, **values})
                 # The copy before is written again next. By then every rank knows that all have this one: a
                 # rank that does not know has both.
                 talk.rows.gather([number], max(deadline - time.monotonic(), 1e-3))
@@ -386,12 +387,12 @@ class Replicas:
     def _offer(self, lost: Collection[int], deadline: float) -> Inventory:
         """Describes the job without the lost ranks."""
         self._settle(deadline)
-        more = self._guests.in_place_of(lost)
+        more = self._keepers.in_place_of(lost)
         held = {rank for origin in self._origins.values() for rank in origin.where.ranks}
         return Inventory(
             held=[n for n in self._origins if n in self._shapes or self._rank in more.get(n, {})],
             steps=self._copies.steps,
-            gone=self._guests.gone(lost),
+            gone=self._keepers.gone(lost),
             idle=[rank for rank in lost if rank not in held],
         )
 
@@ -399,7 +400,7 @@ class Replicas:
         """The state of a step as this rank has it, with what it keeps for ranks that are lost, and `layouts`
         of it."""
         copy = self._copies.of(step)
-        more = self._guests.in_place_of(lost)
+        more = self._keepers.in_place_of(lost)
         state: dict[str, Any] = dict(copy.values)
         layouts: dict[str, Any] = {}
         for name, origin in self._origins.items():
@@ -410,11 +411,11 @@ class Replicas:
                 continue
             if mine:
                 held = self._kept[name].pieces(origin.shape)[self._rank]
-                kept = {piece[0]: piece_view(copy.guests[name], piece) for piece in held[1]}
+                kept = {piece[0]: piece_view(copy.replicas[name], piece) for piece in held[1]}
                 own = memory_with(own, [kept[box] for box in mine])
             state[name] = own
             if name not in self._own:
-                layouts[name] = (self._guests.layout(name, boxes), origin.shape)
+                layouts[name] = (self._keepers.layout(name, boxes), origin.shape)
         return state, layouts
 
     def _settle(self, deadline: float) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from meshcast.elastic import rendezvous as meet
 from meshcast.elastic.agent import Agent, Config
 from torch.distributed.elastic.multiprocessing import SignalException, api
@@ -227,3 +228,17 @@ def test_who_does_not_come_is_ended() -> None:
     played.come(2, w0_0=None)
     assert played.start(2).port
     played.end("0.0")
+
+
+def test_workers_have_a_text_and_travel_as_they_are() -> None:
+    here, there = meet.Worker(1, 0), meet.Worker(0, 2, host=3)
+    assert (str(here), str(there), str([here])) == ("1.0", "0.2@3", "[1.0]")
+    call = meet.Call([here, there], [])
+    store = dist.HashStore()
+    assert meet.found(store, meet.Call, 7) is None
+    meet.post(store, call, 7)
+    assert meet.found(store, meet.Call, 7) == call
+    assert not meet.is_there(store, meet.Call, 8)
+    order = meet.Order("end", there, signal.SIGTERM)
+    meet.post(store, order, 3, 0)
+    assert meet.found(store, meet.Order, 3, 0) == order

@@ -8,7 +8,7 @@ import pytest
 import torch
 from meshcast import Layout
 from meshcast.base.boxes import piece_view
-from meshcast.elastic.replicas import Guests
+from meshcast.elastic.replicas import Keepers
 from meshcast.resharding.state_entries import Held
 from torch.distributed.tensor import Replicate, Shard
 
@@ -43,40 +43,40 @@ def holders(name: str) -> dict[tuple, list[int]]:
 
 
 def test_what_is_on_one_host_alone_has_a_keeper_on_another() -> None:
-    guests = Guests(ORIGINS, HOSTS)
+    keepers = Keepers(ORIGINS, HOSTS)
     for name in ORIGINS:
         for box, ranks in holders(name).items():
-            keeper = guests.keeper.get((name, box))
+            keeper = keepers.keeper.get((name, box))
             if len({HOSTS[rank] for rank in ranks}) > 1:
                 assert keeper is None
             else:
                 assert HOSTS[keeper] != HOSTS[ranks[0]]
-    assert {name for name, _ in guests.keeper} == {"fsdp", "half", "inside", "stage", "scalar"}
+    assert {name for name, _ in keepers.keeper} == {"fsdp", "half", "inside", "stage", "scalar"}
 
 
 def test_keepers_keep_about_as_much_each() -> None:
     layout = Layout([0, 1, 2, 3, 4], [Shard(0)])
-    guests = Guests({str(n): origin(layout, 10, 2 + n) for n in range(9)}, HOSTS)
-    kept = [list(guests.keeper.values()).count(rank) for rank in range(5)]
+    keepers = Keepers({str(n): origin(layout, 10, 2 + n) for n in range(9)}, HOSTS)
+    kept = [list(keepers.keeper.values()).count(rank) for rank in range(5)]
     assert sum(kept) == 45
     assert kept == [9] * 5
 
 
 def test_on_one_host_any_one_rank() -> None:
-    guests = Guests(ORIGINS, dict.fromkeys(range(5), "a"))
+    keepers = Keepers(ORIGINS, dict.fromkeys(range(5), "a"))
     for rank in range(5):
-        assert guests.gone([rank]) == []
-    assert {name for name, _ in guests.keeper} == {"fsdp", "half", "stage"}
+        assert keepers.gone([rank]) == []
+    assert {name for name, _ in keepers.keeper} == {"fsdp", "half", "stage"}
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4])
 def test_what_is_gone_and_what_keepers_give(count: int) -> None:
-    guests = Guests(ORIGINS, HOSTS)
+    keepers = Keepers(ORIGINS, HOSTS)
     for lost in itertools.combinations(range(5), count):
         gone, given = set(), {}
         for name in ORIGINS:
             for box, ranks in holders(name).items():
-                keeper = guests.keeper.get((name, box))
+                keeper = keepers.keeper.get((name, box))
                 if not set(ranks) <= set(lost):
                     continue
                 if keeper is None or keeper in lost:
@@ -84,15 +84,15 @@ def test_what_is_gone_and_what_keepers_give(count: int) -> None:
                     gone.add((name, box, tuple(had)))
                 else:
                     given.setdefault(name, {}).setdefault(keeper, []).append(box)
-        assert set(map(tuple, guests.gone(lost))) == gone
-        found = guests.in_place_of(lost)
+        assert set(map(tuple, keepers.gone(lost))) == gone
+        found = keepers.in_place_of(lost)
         assert {n: {r: sorted(b) for r, b in of.items()} for n, of in found.items()} == {
             n: {r: sorted(b) for r, b in of.items()} for n, of in given.items()
         }
         if count == 1 or set(lost) in ({0, 1}, {2, 3}):
             assert not gone  # any one host
         for name, boxes in found.items():
-            pieces = guests.layout(name, boxes).shards(ORIGINS[name].shape)
+            pieces = keepers.layout(name, boxes).shards(ORIGINS[name].shape)
             for rank, more in boxes.items():
                 assert set(more) <= set(pieces[rank])
 
