@@ -19,16 +19,7 @@ import torch
 from ..errors import LayoutError
 from . import checks
 
-__all__ = [
-    "CARRIED",
-    "as_text",
-    "carried",
-    "is_carried",
-    "not_carried",
-    "restored",
-    "same_values",
-    "shown",
-]
+__all__ = ["CARRIED", "as_text", "carried", "is_carried", "not_carried", "restored", "same_values", "shown"]
 
 CARRIED = (
     "None, numbers, text, bytes, enumerations, numpy's scalars and arrays, and lists, tuples, dicts, sets "

@@ -39,13 +39,7 @@ from .state_arguments import Current, Given, State
 from .state_dict import StateOptions, Where
 from .state_run import Conversation, Memory, Repeated, ReshardedState, StateRun, behind, own_stream
 
-__all__ = [
-    "Buffer",
-    "Buffers",
-    "WeightProgress",
-    "WeightStats",
-    "WeightSync",
-]
+__all__ = ["Buffer", "Buffers", "WeightProgress", "WeightStats", "WeightSync"]
 
 
 _OP = "WeightSync"
