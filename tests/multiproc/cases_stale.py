@@ -450,7 +450,7 @@ def changed_and_digested(context) -> None:
                 handle = begin(async_op=True)
                 handle_ended(handle)
             error = raises(meshcast.MeshcastError, "changed 'x", handle.wait)
-            assert str(error).startswith(f"{kind}: "), error
+            assert str(error).startswith(f"{kind} on rank "), error
             assert error.op == kind, error.op
             x.to_local().copy_(before)
             context.wait_for_all(f"restored {number} {kind}")

@@ -206,6 +206,25 @@ def resharder_reuses(context) -> None:
         assert all(torch.equal(back[name].to_local(), full) for name, full in fulls.items())
 
 
+def resharder_kinds(context) -> None:
+    """reuse_output, with calls of several kinds in flight: each arrives where it should."""
+    rank = context.rank
+    send = meshcast.StateResharder(weights(rank, 0)[2], reuse_output=True)
+    for turn in range(3):
+        handles = []
+        for step in range(turn, turn + 4):
+            fulls, held, where = weights(rank, step)
+            outs = {}
+            if step % 2 and rank in RECEIVERS:
+                outs = {n: sharded(torch.zeros_like(f), *where[n], rank) for n, f in fulls.items()}
+            handles.append((send.start(held, outs), fulls, where, outs, step))
+        for handle, fulls, where, outs, step in handles:
+            result = handle.wait()
+            assert all(result[name] is out for name, out in outs.items())
+            if step == turn + 3 or outs:  # others are written anew by calls of their kind
+                check(result, fulls, where, rank)
+
+
 def first_call(context) -> None:
     """2,000 small tensors for the first time: seconds would be felt at every start."""
     rank = context.rank
@@ -319,6 +338,7 @@ CASES = [
     beside_others,
     resharder,
     resharder_reuses,
+    resharder_kinds,
     first_call,
     dtype_of_each,
     scales_of_blocks,

@@ -150,12 +150,10 @@ def _as_it_is(value: Any, _: _Table) -> Any:
 
 
 def _scalar(kind: Any, allowed: tuple[Any, ...]) -> _Read:
-    types_of = (
-        (float, int) if kind is float else (kind,)
-    )  # JSON writes 2.0 as it is, but a float may hold an int
+    fitting = (float, int) if kind is float else (kind,)  # JSON writes 2.0 as it is; a float may hold an int
 
     def read(raw: Any, _: _Rows) -> Any:
-        if not (raw in allowed if allowed else type(raw) in types_of):
+        if not (raw in allowed if allowed else type(raw) in fitting):
             raise TypeError(f"{raw!r} is no {kind}")
         return raw
 
@@ -195,12 +193,12 @@ def _row(kinds: tuple[Any, ...], make: type) -> tuple[_Write, _Read]:
     def write(value: Any, table: _Table) -> Any:
         if not writes:
             writes.extend(_codec(kind)[0] for kind in kinds)
-        return [write(each, table) for write, each in zip(writes, value, strict=True)]
+        return [codec(each, table) for codec, each in zip(writes, value, strict=True)]
 
     def read(raw: Any, rows: _Rows) -> Any:
         if not reads:
             reads.extend(_codec(kind)[1] for kind in kinds)
-        found = [read(each, rows) for read, each in zip(reads, _listed(raw), strict=True)]
+        found = [codec(each, rows) for codec, each in zip(reads, _listed(raw), strict=True)]
         return found if make is list else make(found)
 
     return write, read
@@ -213,9 +211,8 @@ def _items(kind: Any, origin: type) -> tuple[_Write, _Read]:
     if kind in (int, str) and make is tuple:  # shapes and lists of ranks, of which there are most
 
         def read_row(raw: Any, rows: _Rows) -> Any:
-            return (
-                tuple(raw) if {*map(type, _listed(raw))} <= {kind} else make(read(each, rows) for each in raw)
-            )
+            fit = {*map(type, _listed(raw))} <= {kind}
+            return tuple(raw) if fit else tuple(read(each, rows) for each in raw)
 
         return lambda value, _: value, read_row
     return (

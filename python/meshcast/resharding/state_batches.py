@@ -377,10 +377,10 @@ def check_whole(agreed: Agreed, rows: Mapping[int, list[int]], digest: bool) -> 
     for number, move in enumerate(agreed.moves):
         name = move.source
         shape, _, src, dst = move.problem
-        sent, arrived, whole = (
-            {rank: row[1 + part * count + number] for rank, row in rows.items()} for part in range(3)
-        )
+        sent = {rank: row[1 + number] for rank, row in rows.items()}
+        arrived = {rank: row[1 + count + number] for rank, row in rows.items()}
         if src.by_boxes:
+            whole = {rank: row[1 + 2 * count + number] for rank, row in rows.items()}
             for owners in _holders(src, shape).values():
                 for rank in owners[1:]:
                     if whole[owners[0]] != whole[rank]:

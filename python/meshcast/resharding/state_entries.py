@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..base.boxes import HeldBoxes, Piece, box_text, extents
+from ..base.boxes import HeldBoxes, Piece, box_text, common, extents
 from ..base.checks import dtype_name
 from ..base.wire import once
 from ..errors import LayoutError, PlanMismatchError
@@ -237,7 +237,7 @@ def with_boxes(
         own = pieces.get(rank)
         for mine, *_ in own[1] if own is not None else ():
             for box in boxes:
-                if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(mine, box, strict=True)):
+                if common(mine, box) is not None:
                     raise LayoutError(
                         f"{what}: rank {rank} has loaded {box_text(box)}, and holds {box_text(mine)} already"
                     )

@@ -138,23 +138,25 @@ class ReshardedState(dict[str, Any]):
 
 
 class Memory:
-    """Local tensors that calls arrive in again and again, by target. tensors: those of the last call."""
+    """Local tensors that calls of one kind arrive in again and again, by target."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._key: Any = None
         self._targets: dict[str, Target] = {}
 
-    def forget(self) -> None:
-        """For calls of another kind. A call that is on its way keeps what it has."""
-        self.tensors, self._targets = {}, {}
+    def of(self, key: Any) -> dict[str, torch.Tensor]:
+        """Returns the tensors of the last call, where that was of the kind with this very key."""
+        return self._tensors if key is self._key else {}
 
-    def fitting(self, targets: dict[str, Target]) -> dict[str, torch.Tensor]:
-        """`tensors`, empty where they are of other targets: ranks that hold may come to hold others, of which
-        a rank that receives hears in the call itself."""
-        if targets is not self._targets and targets != self._targets:
-            self.tensors = {}
-        self._targets = targets
-        return self.tensors
+    def fitting(self, key: Any, targets: dict[str, Target]) -> dict[str, torch.Tensor]:
+        """Returns the tensors for a call, which become those of the last. Empty where it has other targets
+        than the last: ranks that hold may come to hold others, of which a rank that receives hears in the
+        call itself."""
+        known = self.of(key)
+        same = targets is self._targets or targets == self._targets
+        self._key, self._targets, self._tensors = key, targets, known if same else {}
+        return self._tensors
 
 
 def _arriving(call: StateCall, targets: dict[str, Target], rank: int) -> dict[str, torch.Tensor]:
@@ -253,8 +255,8 @@ class StateRun:
             call = checked_call(rank, given) if again is None else again[0]
             self.key = call.key() if again is None else again[1]
             hash(self.key)  # here, where it is refused, and not where it is looked for
-            written = () if memory is None or again is None else memory.tensors.values()
-            self._versions = call.watched(list(written))
+            written = {} if memory is None else memory.of(self.key)
+            self._versions = call.watched(list(written.values()))
             self.call = call
         except Exception as error:
             self.refused = self.typed(error)
@@ -315,7 +317,7 @@ class StateRun:
     def memory_for(self, targets: dict[str, Target]) -> tuple[dict[str, torch.Tensor], Any]:
         """Returns the local tensors that this rank sends, by source, and those that targets arrive in."""
         call = self.checked
-        reused = {} if self.memory is None else self.memory.fitting(targets)
+        reused = {} if self.memory is None else self.memory.fitting(self.key, targets)
         arriving = reused or _arriving(call, targets, self.rank)
         sent = call.sent([*map(local_of, call.outs.values()), *reused.values()])
         if self.memory is not None:
@@ -602,8 +604,6 @@ class Repeated:
         run = StateRun(self._rank, given, version, op=op, again=again, memory=memory)
         if run.call is not None and again is None:
             self._key, self._kept = run.key, {}
-            if memory is not None:
-                memory.forget()
             # Weights that it has sent are none of its business any more.
             self._call = replace(run.call, tensors={}, outs={})
             self._like = {old: likeness(x) for old, x in (state or {}).items() if not is_carried(x)}

@@ -246,6 +246,7 @@ class _Side:
         self._op = f"{_OP}.{'push' if self.pushes else 'pull'}"
         self._caller = Caller(_OP, parent.rank)
         self._run: StateRun | None = None  # in flight
+        self._thread: threading.Thread | None = None  # takes part in every push
         self._left = ""  # why this rank ends
         self._born = forks.count
 
@@ -286,7 +287,7 @@ class _Side:
 
     def ask(self, call: Callable[[], None], seconds: float, what: str) -> None:
         """call(), which uses the store and ends by itself within so many seconds where that answers."""
-        within(seconds + _TELL, call, what, Caller(_OP, self.parent.rank, "agree"), self.barrier.gone)
+        within(seconds + _TELL, call, f"{_OP}, {what}", self.barrier.gone, rank=self.parent.rank, op=_OP)
 
     def pushed(self, version: int, state: Any = None) -> None:
         """One push, within the limit. Blocks. Raises Late where other ranks were not ready in half of it.
@@ -319,8 +320,37 @@ class _Side:
         self._together(lambda: self.ask(settle, max(deadline - start, 0.0), "waiting for a push"))
         self._moved(None, start)
 
-    def received(self) -> None:
-        """Waits for a push, and takes part in it. For the thread that receives."""
+    def receive(self, on_gpu: bool) -> None:
+        """Starts a thread that takes part in every push. Between two it waits in the rendezvous store, on a
+        connection of its own, and needs no CPU time. on_gpu: it receives there, behind what the stream of
+        this thread holds by then."""
+        gpu = on_gpu and torch.cuda.is_available()
+        stream = torch.cuda.current_stream() if gpu else own_stream()
+        thread = threading.Thread(target=self._receive, args=(stream,), name="meshcast-weights", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise no_thread("receiving", Caller(_OP, self.parent.rank, "start")) from error
+        self._thread = thread
+
+    def join(self, seconds: float) -> None:
+        """Waits until nothing is received any more, after leave() and end()."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
+    def _receive(self, stream: torch.cuda.Stream | None) -> None:
+        with behind(stream):
+            while not self.leaving() and not self.buffers.over:
+                try:
+                    with suppress(Late):
+                        self._moved(None, self._wait_for_push())
+                except Exception as error:
+                    log.warning("rank %d: %s: %s", self.parent.rank, _OP, error)
+                    if not self.buffers.over:  # the next pull raises it, and pushes go on
+                        self.buffers.refuse(error)
+
+    def _wait_for_push(self) -> float:
+        """Returns the time at which the push that this rank is ready for was called."""
         start = time.monotonic()
 
         def settle() -> None:
@@ -332,9 +362,8 @@ class _Side:
             self.barrier.answer()
             self.barrier.verdict(None, self.leaving)
 
-        with suppress(Late):
-            self._together(settle)
-            self._moved(None, start)
+        self._together(settle)
+        return start
 
     def progress(self) -> WeightProgress | None:
         """Returns the progress of the version that is on its way; None where none is. Any thread."""
@@ -359,54 +388,42 @@ class _Side:
             if self.barrier.ended is not None:  # the others know
                 self.buffers.end(self.barrier.ended)
                 raise
-            failed = error if isinstance(error, MeshcastError) else self._store_failed(error)
-            self._give_up(failed)
-            if failed is error:
+            if isinstance(error, MeshcastError):
+                self._give_up(error)
                 raise
+            caller = Caller(_OP, self.parent.rank, "agree")
+            failed = store_failed(error, "a push", self.barrier.gone(), caller)
+            self._give_up(failed)
             raise failed from error
         except BaseException as raised:  # of a handler of a signal
             self._interrupted(raised)
             raise
 
-    def _store_failed(self, error: Exception) -> MeshcastError:
-        caller = Caller(_OP, self.parent.rank, "agree")
-        return store_failed(error, "a push", self.barrier.gone(), caller)
-
     def _moved(self, version: Any, start: float, deadline: float | None = None) -> None:
         """The transfer, which this rank has waited for since `start`; deadline: by default the limit, from
         now. Errors that all ranks have, in which nothing moved or what moved is known to be torn, leave
         everything in use; others end it."""
+        buffer, begin = self.buffers.claim(), time.monotonic()
+        wrong = None
+        if self.pushes and version is None:
+            wrong = LayoutError("a push needs a version: an integer that grows")
         try:
-            self._move(version, start, deadline)
-        except MeshcastError as error:
-            if not (isinstance(error, LayoutError | PlanMismatchError) or type(error) is MeshcastError):
-                self._give_up(error)
-            raise
-        except BaseException as raised:  # of a handler of a signal; or there is no memory
-            self._interrupted(raised)
-            raise
-
-    def _move(self, version: Any, start: float, deadline: float | None) -> None:
-        buffer = self.buffers.claim()
-        try:
-            begin = time.monotonic()
-            wrong = None
-            if self.pushes and version is None:
-                wrong = LayoutError("a push needs a version: an integer that grows")
             run = self._run = self._prepared(self._op, version, buffer.memory, wrong)
             run.moving = lambda: self.buffers.tear(buffer)
             result = self._talk.run(run, begin + self.limit if deadline is None else deadline)
-            assert result.version is not None  # each rank that pushes gives one
-            each = [figures for call in run.made if (figures := call.figures()) is not None]
-            sent, got = (
-                sum(int(figures[name]) for figures in each) for name in ("bytes_sent", "bytes_received")
-            )
-            stats = WeightStats(result.version, sent, got, begin - start, time.monotonic() - begin)
-        except BaseException:
+        except BaseException as raised:
             self.buffers.release()
+            if not isinstance(raised, MeshcastError):  # of a handler of a signal; or there is no memory
+                self._interrupted(raised)
+            elif not (isinstance(raised, LayoutError | PlanMismatchError) or type(raised) is MeshcastError):
+                self._give_up(raised)
             raise
         finally:
             self._run = None
+        assert result.version is not None  # each rank that pushes gives one
+        each = [figures for call in run.made if (figures := call.figures()) is not None]
+        sent, got = (sum(int(figures[name]) for figures in each) for name in ("bytes_sent", "bytes_received"))
+        stats = WeightStats(result.version, sent, got, begin - start, time.monotonic() - begin)
         self.buffers.fill(buffer, result, stats)
 
     def _interrupted(self, raised: BaseException) -> None:
@@ -435,41 +452,6 @@ class _Side:
         except RuntimeError:  # none is to be had, or the interpreter ends: this rank's own waits for it, too
             tell()
         told.wait(_TELL)
-
-
-class _Receiver:
-    """Takes part in every push. Between two it waits in the rendezvous store, on a connection of its own, and
-    needs no CPU time."""
-
-    def __init__(self, side: _Side, on_gpu: bool) -> None:
-        """on_gpu: it receives there, behind what the stream of this thread holds by then."""
-        self._side = side
-        gpu = on_gpu and torch.cuda.is_available()
-        self._stream = torch.cuda.current_stream() if gpu else own_stream()
-        self._thread = threading.Thread(target=self._run, name="meshcast-weights", daemon=True)
-
-    def start(self) -> None:
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            caller = Caller(_OP, self._side.parent.rank, "start")
-            raise no_thread("receiving", caller) from error
-
-    def join(self, seconds: float) -> None:
-        """Waits until it has ended, after _Side.leave() and _Side.end()."""
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(seconds)
-
-    def _run(self) -> None:
-        side = self._side
-        with behind(self._stream):
-            while not side.leaving() and not side.buffers.over:
-                try:
-                    side.received()
-                except Exception as error:
-                    log.warning("rank %d: %s: %s", side.parent.rank, _OP, error)
-                    if not side.buffers.over:  # the next pull raises it, and pushes go on
-                        side.buffers.refuse(error)
 
 
 _JOIN = 2.5  # seconds that a version on its way gets when this rank ends
@@ -544,7 +526,6 @@ class WeightSync:
         self._name = f"WeightSync {next(parent.extras.setdefault(_OP, itertools.count()))}"
         self._turn = threading.Lock()  # of pushes and of pulls into the only buffer
         self._closed = False
-        self._receiver: _Receiver | None = None
         wrong: Exception | None = None
         limit, count = parent.timeout, 1
         try:
@@ -567,17 +548,15 @@ class WeightSync:
                 raise wrong
             on_gpu = self._side.check()
             if state is None and not self._one:
-                self._receiver = _Receiver(self._side, on_gpu)
-                self._receiver.start()
+                self._side.receive(on_gpu)
         except MeshcastError as error:
             self._side.end(PlanMismatchError, f"rank {parent.rank} refused its arguments: {error}", error)
             raise
-        receiver, side = self._receiver, self._side
+        side = self._side
 
         def end(why: str) -> None:
             side.leave(why)
-            if receiver is not None:
-                receiver.join(_JOIN)
+            side.join(_JOIN)
 
         parent.at_end[self._name] = partial(end, "has destroyed its process group")
         weakref.finalize(self, _dropped, side, parent.at_end, self._name).atexit = False
@@ -676,12 +655,10 @@ class WeightSync:
         self._closed = True
         self._side.leave("has closed it")
         limit = time.monotonic() + _JOIN
-        if self._receiver is not None:
-            self._receiver.join(_JOIN)
+        self._side.join(_JOIN)
         self._parent.at_end.pop(self._name, None)
         self._parent.drop_twin(self._name, limit)
-        if self._receiver is not None:  # a version that was on its way for longer is aborted by now
-            self._receiver.join(_JOIN)
+        self._side.join(_JOIN)  # a version that was on its way for longer is aborted by now
 
     def _check(self, what: str) -> None:
         forks.check(self._born, f"{_OP}.{what}")
