@@ -287,9 +287,7 @@ class _Side:
 
     def ask(self, call: Callable[[], None], seconds: float, what: str) -> None:
         """call(), which uses the store and ends by itself within so many seconds where that answers."""
-        within(
-            seconds + _TELL, call, f"{_OP}, {what}", Caller(_OP, self.parent.rank, "agree"), self.barrier.gone
-        )
+        within(seconds + _TELL, call, what, Caller(_OP, self.parent.rank, "agree"), self.barrier.gone)
 
     def pushed(self, version: int, state: Any = None) -> None:
         """One push, within the limit. Blocks. Raises Late where other ranks were not ready in half of it.
