@@ -1,5 +1,4 @@
-"""The rendezvous store where it may not answer: torch reads from it without a limit, and connects with it for
-as long as the store's own.
+"""The rendezvous store where it may not answer: torch reads from it without a limit.
 
 Resources that a process may run out of while its groups come up, and the errors for that.
 """
@@ -9,23 +8,19 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import socket
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..base import observe
 from ..errors import Caller, DeadlineExceededError, MeshcastError, PeerLostError
 
 __all__ = [
     "Shortage",
-    "StoreConnection",
     "as_shortage",
     "few_descriptors",
     "first_line",
-    "join_job",
     "no_thread",
     "shortage",
     "store_failed",
@@ -111,62 +106,9 @@ def as_shortage(error: Exception, caller: Caller) -> MeshcastError | None:
 _T = TypeVar("_T")
 
 
-class StoreConnection:
-    """A connection of one's own, since a wait in the store blocks every other user of the same connection. It
-    is made where it is first used: that may take as long as the store's limit.
-
-    of_job: the store is one of this process's job, whose id it gets there.
-    """
-
-    def __init__(self, store: Any, prefix: str, *, of_job: bool = False) -> None:
-        # Not torch's own object, whose end is the end of its process group.
-        self._store = dist.PrefixStore(prefix, store)
-        self._of_job = of_job
-        self._opened: dist.Store | None = None
-        self._lock = threading.Lock()
-
-    def __call__(self) -> dist.Store:
-        """Raises ConnectionRefusedError where the process of the store has gone."""
-        with self._lock:
-            if self._opened is None:
-                _refuse_if_gone(self._store)
-                opened = self._store.clone()  # type: ignore[attr-defined]
-                if self._of_job:
-                    join_job(opened)
-                self._opened = opened
-            return self._opened
-
-
-def join_job(store: Any) -> None:
-    """Processes that share a store are of one job, and have an id of it in their flight records: one question
-    to the store, which nobody waits for another rank to answer. Groups inside others share their store."""
-    root = _root(store)
-    # The agent of torchrun keeps its store when it starts all ranks again. Their records are others then.
-    key = f"meshcast/job/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
-    observe.join_job(root.compare_set(key, "", os.urandom(8).hex()).decode())
-
-
 def store_of_life(store: dist.Store, ranks: int) -> dist.Store:
     """The keys of one life of a group, which its store may outlive: each rank comes once in a life."""
     return dist.PrefixStore(str((int(store.add("arrivals", 1)) - 1) // ranks), store)
-
-
-def _root(store: Any) -> Any:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
-
-
-def _refuse_if_gone(store: Any) -> None:
-    """Torch would try again and again until the store's own limit."""
-    store = _root(store)
-    if isinstance(store, dist.TCPStore):
-        try:
-            socket.create_connection((store.host, store.port), 1.0).close()
-        except ConnectionRefusedError as error:
-            raise ConnectionRefusedError(f"{store.host}:{store.port} refuses connections") from error
-        except TimeoutError:
-            return  # it is slow, or cut off: that is for the caller's limit to say
 
 
 def first_line(error: BaseException) -> str:

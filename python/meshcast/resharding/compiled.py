@@ -480,7 +480,12 @@ def compiled_call(
     records = torch.is_grad_enabled()
     key: Any = None
     try:
-        key = (op, lost, options, *[_kind(x, goal, records) for x, goal in zip(xs, goals, strict=True)])
+        parts: list[Any] = [op, lost, options]
+        for x, (mesh, placements, dtype, back) in zip(xs, goals, strict=True):
+            source = x._spec if isinstance(x, DTensor) else (x.shape, x.dtype, x.mesh, x.placements)
+            back = None if back is None else tuple(back)
+            parts += source, records and x.requires_grad, mesh, tuple(placements), dtype, back
+        key = tuple(parts)
         found: Compiled | None = parent.compiled.get(key)
     except Exception:  # what has no hash or lacks something: compiling says what is wrong with it
         found = None
@@ -489,14 +494,6 @@ def compiled_call(
         if key is not None:
             parent.compiled[key] = found  # what was compiled has a key that can be hashed
     return found
-
-
-def _kind(x: Any, goal: ReshardGoal, records: bool) -> Any:
-    """Equal for what compiles to the same."""
-    mesh, placements, dtype, grad_placements = goal
-    source = x._spec if isinstance(x, DTensor) else (x.shape, x.dtype, x.mesh, x.placements)
-    back = None if grad_placements is None else tuple(grad_placements)
-    return source, records and x.requires_grad, mesh, tuple(placements), dtype, back
 
 
 def places_called(source: Any, destination: Any, lost: Sequence[int] = ()) -> list[Any]:

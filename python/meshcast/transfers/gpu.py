@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -227,13 +227,6 @@ def _numbers(version: str) -> tuple[int, ...]:
 _KEY = "gpu"  # among what is attached to a group
 
 
-class Place(Protocol):
-    """The device of a call. problem: why this rank cannot take part; the others are notified."""
-
-    device: int
-    problem: Exception | None
-
-
 class CudaLanes:
     """The communicators of a group by lane, all on GPU `device` of this process. Only commands touch them."""
 
@@ -288,7 +281,7 @@ def connect_lanes(
     group: PrivateGroup,
     control: _C.GroupCore,
     lanes: Sequence[int],
-    place: Place,
+    place: _Mark,
     call: tuple[int, int],
     deadline: float,
 ) -> None:

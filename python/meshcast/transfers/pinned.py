@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COPIES",
-    "CopyStreams",
     "CudaCopies",
-    "CopyEvent",
     "LandingWork",
     "Passage",
     "PinnedMedium",
@@ -35,53 +33,31 @@ __all__ = [
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (to, from)
 
 
-class CopyEvent(Protocol):
-    """A point in a stream. query(): whether the GPU has passed it; synchronize(): blocks until it has."""
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-
-class CopyStreams(Protocol):
-    """The part of CUDA that a passage uses. device: index of a GPU. Nothing but pinned() blocks the host."""
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        """Pinned host memory, uint8, not initialised."""
-
-    def capturing(self) -> bool:
-        """Returns whether the current stream is being captured into a CUDA graph."""
-
-    def mark(self, device: int) -> CopyEvent:
-        """Behind all that the current stream of the device holds."""
-
-    def copy(self, device: int, pairs: Pairs, after: CopyEvent) -> CopyEvent:
-        """Enqueues copies behind `after`, all in one direction, between tensors of one shape and type, and
-        returns the event behind them. The GPU's tensors may be freed at once, the pinned ones not."""
-
-    def follow(self, device: int, event: CopyEvent) -> None:
-        """Lets what comes next in the current stream wait for the event."""
-
-
 class CudaCopies:
-    """Copies by torch. Each GPU has a stream for each direction, since it has a copy engine for each."""
+    """The part of CUDA that a passage uses, by torch; device: index of a GPU. Nothing but pinned() blocks the
+    host. Each GPU has a stream for each direction, since it has a copy engine for each."""
 
     def __init__(self) -> None:
         self._streams: dict[tuple[int, bool], torch.cuda.Stream] = {}
         self._lock = threading.Lock()
 
     def pinned(self, nbytes: int) -> torch.Tensor:
+        """Pinned host memory, uint8, not initialised."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def capturing(self) -> bool:
+        """Returns whether the current stream is being captured into a CUDA graph."""
         return torch.cuda.is_current_stream_capturing()
 
-    def mark(self, device: int) -> CopyEvent:
+    def mark(self, device: int) -> torch.cuda.Event:
+        """Behind all that the current stream of the device holds."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         return event
 
-    def copy(self, device: int, pairs: Pairs, after: Any) -> CopyEvent:
+    def copy(self, device: int, pairs: Pairs, after: torch.cuda.Event) -> torch.cuda.Event:
+        """Enqueues copies behind `after`, all in one direction, between tensors of one shape and type, and
+        returns the event behind them. The GPU's tensors may be freed at once, the pinned ones not."""
         to_host = pairs[0][0].is_cpu
         stream = self._stream(device, to_host)
         event = torch.cuda.Event()
@@ -96,7 +72,8 @@ class CudaCopies:
             event.record(stream)
         return event
 
-    def follow(self, device: int, event: Any) -> None:
+    def follow(self, device: int, event: torch.cuda.Event) -> None:
+        """Lets what comes next in the current stream wait for the event."""
         torch.cuda.current_stream(device).wait_event(event)
 
     def _stream(self, device: int, to_host: bool) -> torch.cuda.Stream:
@@ -107,7 +84,7 @@ class CudaCopies:
             return stream
 
 
-COPIES: CopyStreams = CudaCopies()
+COPIES = CudaCopies()
 
 
 _LEAST = 4096  # bytes of a block
@@ -188,7 +165,7 @@ class Passage:
 
     def __init__(
         self,
-        copies: CopyStreams,
+        copies: CudaCopies,
         pool: PinnedPool,
         call: _C.Call,
         rank: int,
@@ -199,7 +176,7 @@ class Passage:
         self._copies, self._caller = copies, Caller(call.op, rank, "transfer")
         self._deadline, self._limit = call.deadline, call.timeout
         self.src, self.dst = filled(src), filled(dst)
-        self._left: CopyEvent | None = None  # behind the copy to the host
+        self._left: torch.cuda.Event | None = None  # behind the copy to the host
         self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []  # (on the GPU, on the host)
         sides = [side if there else [] for side, there in zip((self.src, self.dst), on_gpu, strict=True)]
         given = [tensor for side in sides for tensor in side if tensor is not None]
@@ -287,17 +264,17 @@ class LandingWork:
     def __init__(
         self,
         work: Any,
-        copies: CopyStreams,
+        copies: CudaCopies,
         device: int,
         pairs: list[tuple[torch.Tensor, torch.Tensor]],
-        behind: CopyEvent,
+        behind: torch.cuda.Event,
         caller: Caller,
     ) -> None:
         self._caller = caller
         self._work, self._copies, self._device = work, copies, device
         self._pairs = pairs
         self._behind = behind  # earlier uses of the results' memory
-        self._landed: CopyEvent | None = None
+        self._landed: torch.cuda.Event | None = None
         self._problem: MeshcastError | None = None
         self._lock = threading.Lock()
 
@@ -335,7 +312,7 @@ class LandingWork:
         call_back(follow)
         return future
 
-    def _land(self) -> CopyEvent:
+    def _land(self) -> torch.cuda.Event:
         """The event behind the copy onto the GPU. Only once the transfer has succeeded."""
         with self._lock:
             if self._problem is not None:
