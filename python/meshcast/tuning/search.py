@@ -151,7 +151,7 @@ class Search:
         ranks: of all stages.
         degrees: tensor-parallel degrees that a stage may have; 1 is one of them.
         samples: of a micro-batch, which the ranks of a stage share.
-        bound: no more than the seconds of the cut, and quick to tell.
+        bound: no more than the seconds of the cut, and quick to compute.
         seconds: of a step.
         starts: cuts to begin with, too; of equals the first of them wins, without any the even cut.
         most: so many cuts of a number of stages have their `seconds` looked at.
@@ -218,7 +218,7 @@ class Search:
 
     def _climb(self, stages: int) -> None:
         """Makes moves that help, from the given starts, the most balanced cut and the best of random ones.
-        What cannot be better than the best so far is not simulated: its bound tells whether it is better than
+        What cannot be better than the best so far is not simulated: its bound shows whether it is better than
         another one."""
         self.exhaustive = False
         best = min(self.tried.values(), default=math.inf)
