@@ -27,7 +27,7 @@ from ..pipelining.simulate import simulate_actions
 from ..pipelining.trace import StageTimes
 from ..planning.plan import plan_many
 from ..topology import Topology
-from .search import Cut, Layer, Search, balanced, uses_of
+from .search import Cut, Layer, Search, balanced, least_seconds, uses_of
 
 if TYPE_CHECKING:
     from ..pipelining.schedule import PipelineSchedule
@@ -176,11 +176,9 @@ class _Model:
         and what it ends with still goes back through these."""
         if not self.apart:
             return self.busiest(cut)
-        longest = around = 0.0
-        for forward, backward, weight in zip(*(self._times(kind, cut) for kind in self._before), strict=True):
-            longest = max(longest, around + self._running.microbatches * (forward + backward))
-            around += forward + backward - (weight if self._split else 0.0)
-        return longest
+        times = zip(*(self._times(kind, cut) for kind in self._before), strict=True)
+        costs = [(f + b, f + b - (w if self._split else 0.0), 0.0) for f, b, w in times]
+        return least_seconds(self._running.microbatches, costs)
 
     def moving(self, cut: Cut, topology: Topology | None) -> float:
         """Seconds in which the state of layers is sent to other stages, as if every rank of a stage had all

@@ -14,7 +14,7 @@ import torch
 
 from ..pipelining.action import ScheduleError
 
-__all__ = ["Cut", "Layer", "Search", "Value", "balanced", "even", "uses_of"]
+__all__ = ["Cut", "Layer", "Search", "Value", "balanced", "even", "least_seconds", "uses_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +140,19 @@ def balanced(layers: int, stages: int, ranks: int, seconds: Callable[[int, range
                         following[end, last] = (time, grown)
         best = following
     return best[layers, ranks][1]
+
+
+def least_seconds(microbatches: int, stages: Iterable[tuple[float, float, float]]) -> float:
+    """Returns seconds that no step is shorter than under any schedule: a stage begins behind those before it.
+
+    stages: for each, seconds that it computes for a micro-batch, seconds that it adds before and behind later
+    stages, and seconds behind its last action.
+    """
+    longest = before = 0.0
+    for own, added, after in stages:
+        longest = max(longest, before + microbatches * own + after)
+        before += added
+    return longest
 
 
 @dataclass(slots=True)
