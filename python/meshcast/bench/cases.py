@@ -60,7 +60,7 @@ class Case:
     dst: Layout
     notation: str  # both layouts as people write them
     fixed: bool = False  # the size is the point: it is not scaled
-    more: tuple[Tensor, ...] = ()  # tensors beside the first, moved as one
+    more: tuple[Tensor, ...] = ()  # further tensors, moved as one
     setting: CaseSetting = field(default=CaseSetting())
     least_repeats: int = 0  # short ones need more than others
     methods: tuple[str, ...] = ()  # the only ones that it is for; empty: all
@@ -264,7 +264,7 @@ def _size(nbytes: int, space: str = " ") -> str:
 
 
 _OFTEN = {"fixed": True, "least_repeats": 20}
-# What a call costs beside its bytes. Their ratios to the bound mean little: look at the times.
+# What a call costs apart from its bytes. Their ratios to the bound mean little: look at the times.
 SMALL = [
     _parsed(
         "small", f"{name} of {_size(nbytes)}", (nbytes // 4,), source, target, fixed=True, least_repeats=20

@@ -18,11 +18,11 @@ from .cases import Case, Tensor
 from .methods import METHODS, Box, CaseBatch, CaseMove, Groups
 from .report import OURS
 
-SLOW = 3.0  # times the bound: more repeats would only tell the same again
+SLOW = 3.0  # times the bound: more repeats would show nothing new
 SHORT = 0.25  # seconds: below, a method is never slow
 FEW_REPEATS = 3  # of methods that are not repeated often, unless the case asks for more
 
-Begin = Callable[[str], None]  # told the method that comes next
+Begin = Callable[[str], None]  # gets the method that comes next
 
 
 def numbered(shape: tuple[int, ...], box: Box) -> torch.Tensor:
@@ -129,7 +129,7 @@ class Runner:
                 for move in self._batch.moves:
                     move.add_up()
             method.run(self._batch)
-        # The longest call, not the time between two barriers on one rank: traffic of ranks that are through
+        # The longest call, not the time between two barriers on one rank: traffic of ranks that leave
         # the barrier early can hold up its last messages, and such a rank would start its clock late.
         taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
         dist.all_reduce(taken, op=dist.ReduceOp.MAX)
@@ -137,7 +137,7 @@ class Runner:
         return float(taken), worked / max(had, 1), sum(values.wrong() for values in self._values)
 
     def run(self, methods: Sequence[str], repeats: int, begin: Begin = lambda _: None) -> dict[str, Any]:
-        """The first round warms up: connections, plans, page faults. A slow method's first run that tells
+        """The first round warms up: connections, plans, page faults. A slow method's first run that shows
         something is its last; what the others are compared with is never slow."""
         seconds: dict[str, list[float]] = {method: [] for method in methods}
         load: dict[str, list[float]] = {method: [] for method in methods}
@@ -204,7 +204,8 @@ def choose(case: Case, methods: Sequence[str]) -> tuple[list[str], dict[str, str
 def measure(
     case: Case, topology: Topology, methods: Sequence[str], repeats: int, begin: Begin = lambda _: None
 ) -> dict[str, Any]:
-    """All there is to know of one case; called by every rank of the job, the same on each but for times."""
+    """Returns all there is to know of one case. Every rank of the job calls it, and gets the same, apart from
+    times."""
     found = facts(case, topology)
     able, unable = choose(case, methods)
     runner = Runner(case, topology, found["lower_bound"], able)

@@ -43,7 +43,7 @@ class Groups:
         return group
 
     def mesh(self, ranks: Any) -> DeviceMesh:
-        """A mesh of these ranks (a nested list), usable on ranks outside it as well."""
+        """A mesh of these ranks (a nested list), also usable on ranks outside it."""
         mesh = DeviceMesh("cpu", torch.tensor(ranks))
         if mesh.get_coordinate() is not None:
             self._made += [mesh.get_group(dim) for dim in range(mesh.ndim)]
@@ -81,7 +81,7 @@ class CaseMove:
     dtype: torch.dtype = torch.int32
     replicas: dict[Box, dist.ProcessGroup | None] = field(default_factory=dict)  # of the destination's tiles
     source_mesh: DeviceMesh | None = None  # under a Partial source only
-    destination_mesh: DeviceMesh | None = None  # likewise
+    destination_mesh: DeviceMesh | None = None  # the same
     held: dict[int, Box] = field(init=False)  # by rank; one box each, ranks with an empty shard left out
     needed: dict[int, Box] = field(init=False)
 
@@ -211,7 +211,7 @@ class Method:
     prepares: bool = True
 
 
-BALANCES = ("none", "size", "search")  # of broadcast, beside the usual "greedy"
+BALANCES = ("none", "size", "search")  # of broadcast, next to the usual "greedy"
 LIMIT = (
     90.0  # seconds; less than a session waits (benchmarks/session.py), so that the error says who is missing
 )

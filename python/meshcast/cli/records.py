@@ -32,8 +32,8 @@ _NAMED = 4  # files of each job
 def check_one_job(files: Sequence[tuple[str, Sequence[str]]], which: str) -> None:
     """files: with their ids; those without one may be of any job. which: what to give in place of these.
 
-    A process has an id for each store that its groups came from. Where groups are made anew, who goes on has
-    both the old id and the new: so files of one job hang together, though no id need be in all.
+    A process has an id for each store that its groups came from. Where groups are made again, a process that
+    continues has the old id and the new one: so files of one job are connected, though no id need be in all.
     """
     known = [(name, set(ids)) for name, ids in files if ids]
     if not known:
@@ -297,7 +297,7 @@ def find(records: list[Record]) -> Found:
 
 def _open_calls(record: Record) -> list[RecordedCall]:
     """Returns the calls that have not ended or, where there are none, those that failed and were not followed
-    by a call that ended: programs go on after a refused call, which then explains nothing."""
+    by a call that ended: programs continue after a refused call, which then explains nothing."""
     ended = max((call.begun for call in record.calls if call.state == "ended"), default=float("-inf"))
     unfinished = [call for call in record.calls if call.state == "unfinished"]
     return unfinished or [call for call in record.calls if call.state == "failed" and call.begun >= ended]
@@ -366,7 +366,7 @@ def _cause(
 
 
 def _missing(records: dict[int, Record], waits: dict[int, Wait], silent: tuple[int, ...]) -> str:
-    """The ranks that others wait for, and that wait for nobody."""
+    """Returns which ranks others wait for that wait for no rank themselves."""
     texts = []
     awaited = sorted({rank for wait in waits.values() for rank in wait.ranks})
     for rank in awaited:
@@ -467,7 +467,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
 
 
 def _panel(records: list[Record]) -> PagePanel:
-    """The last calls of each rank, in seconds from the first of them. A call that did not end goes on until
+    """The last calls of each rank, in seconds from the first of them. A call that did not end lasts until
     its record was written; one that was not waited for has its begin alone."""
     drawn = [(row, record, call) for row, record in enumerate(records) for call in record.calls[-_DRAWN:]]
     first = min((call.begun for _, _, call in drawn), default=0.0)

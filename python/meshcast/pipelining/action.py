@@ -111,7 +111,7 @@ _PATTERN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)(?:([<>])
 # Actions torch knows and this scheduler has no use for; named here so that a file that holds them is refused
 # with the reason.
 _REFUSED = {
-    "WAIT": "nobody waits but for the value that it needs, which needs no action",
+    "WAIT": "an action waits only for the values that it needs, which needs no action",
     "UNSHARD": "gathering FSDP parameters is left to the module",
     "RESHARD": "freeing FSDP parameters is left to the module",
     "REDUCE_GRAD": "gradients are reduced once at the end of a step, which needs no action",

@@ -28,7 +28,7 @@ _MOST_FORWARDS = 1 << 20
 
 
 def check_size(stages: int, microbatches: int) -> None:
-    """Raises ScheduleError for a step that nobody could run, before memory is filled with its actions."""
+    """Raises ScheduleError for a step that cannot run, before memory is filled with its actions."""
     for name, count in (("stages", stages), ("microbatches", microbatches)):
         if isinstance(count, bool) or not isinstance(count, int):
             raise ScheduleError(f"{name} must be an integer, found {shown(count)}")

@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 
-_TOLD = 4096  # events from one time that it is told how far this is to the next
+_REPORTED = 4096  # events from one report of progress to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class _Simulation:
     rendezvous: bool
     shared_links: bool
     buffers: int | None
-    tell: Callable[[float], None] | None = None  # is told, now and then, which part of the actions is done
+    tell: Callable[[float], None] | None = None  # gets, now and then, the part of the actions that is done
     timeline: list[Span] = field(default_factory=list)
     transfers: list[Span] = field(default_factory=list)
     exposed: float = 0.0  # time that ranks did nothing but wait for a value that was travelling
@@ -115,7 +115,7 @@ class _Simulation:
         for turn in itertools.count():
             if not self._events:
                 break
-            if self.tell is not None and turn % _TOLD == 0:
+            if self.tell is not None and turn % _REPORTED == 0:
                 self.tell(sum(self._step.values()) / total)
             self._now, _, rank, receive = heapq.heappop(self._events)
             if receive is None:
@@ -125,14 +125,14 @@ class _Simulation:
                 self._advance([rank])
             else:
                 self._arrived.add(receive)
-                self._let_go(receive)
+                self._release(receive)
                 self._advance([rank, self._owner[receive.matching()]])
         stuck = {rank: step for rank, step in self._step.items() if step < len(self.actions[rank])}
         if stuck:
             raise ScheduleError(self._deadlock(stuck))
 
     def _advance(self, ranks: list[int]) -> None:
-        """Lets these ranks go on, and those whose sends they thereby release."""
+        """Continues these ranks, and those whose sends they thereby release."""
         while ranks:
             rank = ranks.pop()
             row = self.actions[rank]
@@ -150,7 +150,7 @@ class _Simulation:
         if action.kind.is_recv:
             self._posted.add(action.matching())
             self._start(action.matching())
-            self._let_go(action)
+            self._release(action)
         elif not self._send(action):
             return False
         self._step[rank] += 1
@@ -162,7 +162,7 @@ class _Simulation:
             return False
         begin, end = self._idle_since[rank], self._now + self.costs.compute[action.kind][action.stage]
         if needs and begin < self._now:
-            # Of the wait, the part in which the value that came last was on its way.
+            # Of the wait, the part in which the value that came last was in flight.
             left, came = max((self._travel[receive] for receive in needs), key=lambda times: times[1])
             self.exposed += max(0.0, came - max(begin, left))
         self.timeline.append(Span(rank, action, self._now, end))
@@ -183,7 +183,7 @@ class _Simulation:
             return False
         return self.buffers != 0 or send not in held
 
-    def _let_go(self, receive: Action) -> None:
+    def _release(self, receive: Action) -> None:
         """A value leaves its buffer once it has arrived and its receive is posted."""
         send = receive.matching()
         if receive in self._arrived and send in self._posted:
@@ -243,7 +243,7 @@ class _Simulation:
         )
 
     def _wanted(self, action: Action) -> Action:
-        """The action of another rank that a stuck action waits for."""
+        """Returns the action of another rank that a stuck action waits for."""
         if action.kind.is_compute:
             return min(
                 (need for need in self._needs[action] if need not in self._arrived), key=str
@@ -524,7 +524,7 @@ def simulate_actions(
     tell: Callable[[float], None] | None = None,
 ) -> SimulationReport:
     """Simulates a lowered schedule. Raises ScheduleError with the cycle of waiting ranks if it deadlocks.
-    tell: is told, now and then, which part is done."""
+    tell: gets, now and then, the part that is done."""
     if send_model not in ("buffered", "rendezvous"):
         raise ScheduleError(f'send_model is "buffered" or "rendezvous", found {send_model!r}')
     done = _Simulation(actions, costs, send_model == "rendezvous", shared_links, buffers, tell)

@@ -1,7 +1,7 @@
-"""Traces: what a step really did, as a Chrome trace, and what they tell: whose value a rank waited for, how
-long the stages computed. Timelines, measured or simulated, as text and as pictures.
+"""Traces: what a step really did, as a Chrome trace, and what follows: whose value a rank waited for,
+how long the stages computed. Timelines, measured or simulated, as text and as pictures.
 
-On a GPU the host completes a step before the GPU does, so its own clock tells nothing of compute: marks
+On a GPU the host completes a step before the GPU does, so its own clock shows nothing of compute: marks
 in the compute stream are read when somebody asks for the trace.
 """
 
@@ -384,7 +384,7 @@ class Timeline:
 
 
 def draw_timelines(timelines: Sequence[Timeline], path: str | Path) -> None:
-    """Writes timelines above each other, on one scale of time; the suffix of `path` tells the format.
+    """Writes timelines above each other, on one scale of time; the suffix of `path` decides the format.
 
     Raises LayoutError for other suffixes than .png, .svg and .pdf, MeshcastError without matplotlib, OSError
     where the file cannot be written.

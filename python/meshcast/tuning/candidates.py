@@ -1,11 +1,10 @@
 """The candidates of `choose`: the schedules that fit the placement of the stages, with times by simulation.
 
-All of it is arithmetic on what the ranks have measured: no process group, no tensors.
+They are arithmetic on what the ranks have measured: no process group, no tensors.
 
-Measures the real stages of this rank: F, B, I and W, transfers, and what a micro-batch holds in memory.
-
-A few micro-batches run through the whole pipeline one after the other, so that nothing else is under way
-while something is measured. What a step leaves in the modules is put back.
+Also the measurement of this rank's stages: F, B, I and W, transfers, and what a micro-batch holds in memory.
+A few micro-batches run through the whole pipeline one after the other, so that nothing else runs while
+something is measured. What a step leaves in the modules is put back.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ __all__ = [
 ]
 
 
-# Steps that differ by less are taken for equally long: measured times do not tell them apart.
-_ALIKE = 0.01
+# Steps that differ by less count as equally long: measured times cannot distinguish them.
+_EQUAL = 0.01
 # Micro-batches for each rank of the schedule that are tried at most: a longer step is the same shape.
 _MOST_FOR_A_RANK = 16
 
@@ -89,8 +88,8 @@ class Times:
 
 
 def times_at(samples: float, known: Sequence[Times]) -> Times:
-    """For a micro-batch of so many samples: on the line through what was measured of two sizes, in
-    proportion outside of them; a single one is taken as it is."""
+    """Returns the costs of a micro-batch of so many samples: on the line through two measured sizes; those of
+    a single one as they are."""
     if len(known) == 1:
         return known[0]
     small, large = known[0], known[-1]
@@ -111,7 +110,7 @@ def times_at(samples: float, known: Sequence[Times]) -> Times:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A schedule with its options, and what the simulation says.
+    """A schedule with its options, and the result of its simulation.
 
     Attributes:
         schedule: name that `get_schedule_class` takes.
@@ -163,8 +162,8 @@ def best_of(found: Sequence[Candidate]) -> Candidate:
         reasons = "; ".join(f"{each.name} with {each.microbatches}: {each.why_not}" for each in found[:8])
         raise ScheduleError(f"no schedule fits: {reasons}")
     least = min(each.seconds for each in able)
-    alike = [each for each in able if each.seconds <= least * (1 + _ALIKE)]
-    return min(alike, key=lambda each: max(each.held, default=0.0))
+    fastest = [each for each in able if each.seconds <= least * (1 + _EQUAL)]
+    return min(fastest, key=lambda each: max(each.held, default=0.0))
 
 
 _OF_TORCH = ("LoopedBFS", "InterleavedZeroBubble", "DualPipeV")  # orders that torch makes
@@ -224,7 +223,7 @@ class Placed:
         return replace(candidate, seconds=seconds, bubble=report.bubble_fraction, held=most, why_not=why_not)
 
     def _orders(self, count: int, times: Times) -> Iterator[tuple[Candidate, Actions]]:
-        """Yields each schedule with its actions; one that has none says why."""
+        """Yields each schedule with its actions; without any it has the reason."""
         ranks, stages = len(self.rows), sum(map(len, self.rows))
         placed = [sorted(row) for row in self.rows]
 
@@ -409,8 +408,8 @@ def _held(schedule: _OneByOne, stage: PipelineStage, found: dict[str, float]) ->
 def kept_bytes(
     module: torch.nn.Module, there: Set[int] = frozenset(), *, parameters_move: bool = False
 ) -> Iterator[dict[int, int]]:
-    """Inside, notes what autograd keeps, {storage: bytes}, but for the parameters and buffers of the module
-    and the storages that are `there` anyway."""
+    """Inside, notes what autograd keeps, {storage: bytes}, except parameters and buffers of the module and
+    storages that are `there` anyway."""
     sizes: dict[int, int] = {}
 
     def of_module() -> set[int]:
@@ -439,7 +438,7 @@ def _storage(value: torch.Tensor) -> torch.UntypedStorage:
 @contextmanager
 def _between(stage: PipelineStage, found: dict[str, float]) -> Iterator[None]:
     """Inside, counts how many bytes more micro-batch 0 holds between I and W than before: the gradients that
-    wait for W, less what I let go of."""
+    wait for W, less what I released."""
     inputs, weights = stage.backward_one_chunk, stage.backward_weight_one_chunk
     held: list[tuple[StorageWeakRef, int]] = []
 
@@ -494,7 +493,7 @@ def as_before(stages: Sequence[PipelineStage]) -> Iterator[None]:
         stage.free_parameters()
     parameters = [each for stage in stages for each in stage.submod.parameters()]
     gradients = [parameter.grad for parameter in parameters]
-    told = [stage.is_whole for stage in stages]
+    whole = [stage.is_whole for stage in stages]
     for stage in stages:
         stage.is_whole = False  # which measuring finds out; it warns of an order that nobody asked for
     for parameter in parameters:
@@ -504,7 +503,7 @@ def as_before(stages: Sequence[PipelineStage]) -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
-        for stage, known in zip(stages, told, strict=True):
+        for stage, known in zip(stages, whole, strict=True):
             stage.free_parameters()
             stage.is_whole = known
         for parameter, gradient in zip(parameters, gradients, strict=True):

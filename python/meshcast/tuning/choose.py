@@ -375,7 +375,7 @@ class _Search:
         except Exception as error:
             mine = error
             said = {"refused": f"rank {self._first.rank}: {error or type(error).__name__}"}
-        if mine is not None:  # the others hear of it when they come
+        if mine is not None:  # the others read it when they enter
             self._board.refuse("placement", said, _placed, mine)
             raise mine
         answer = self._board.agree("placement", said, _placed)
@@ -437,7 +437,7 @@ def _counts(microbatches: int | Sequence[int] | None) -> list[int] | None:
 
 
 def _placed(said: Mapping[int, Any]) -> dict[str, Any]:
-    """Returns the answer that the first rank makes from what all ranks said."""
+    """Returns the answer that the first rank makes from the facts of all ranks."""
     refused = [(rank, each["refused"]) for rank, each in said.items() if "refused" in each]
     if refused:
         return {"refused": refused[0]}

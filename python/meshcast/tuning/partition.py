@@ -40,7 +40,7 @@ from ..pipelining.stage import PipelineStage
 from ..planning.plan import plan_many
 from ..topology import Topology
 from .candidates import Candidate, Placed, Times, best_of, kept_bytes, restored
-from .search import Cut, Layer, Search, Value, even, uses_of
+from .search import Cut, Layer, Search, Value, even, least_seconds, uses_of
 
 __all__ = ["Evaluator", "Layer", "Partition", "PlannedJob", "Value", "measured_layers", "partition"]
 
@@ -421,18 +421,13 @@ class Evaluator:
     # ---- of a cut --------------------------------------------------------------------------------------
 
     def bound(self, cut: Cut) -> float:
-        """Returns seconds that no schedule of the cut is below: each stage starts behind one forward of those
-        before it, computes all micro-batches, and sums its gradients. Infinite where the parameters do not
-        fit."""
-        longest = before = 0.0
-        for stage in self.stages(cut):
-            if self._room(stage) < 0:
-                return math.inf
-            longest = max(
-                longest, before + self.job.microbatches * (stage.forward + stage.backward) + stage.summed
-            )
-            before += stage.forward
-        return longest
+        """Returns seconds that no schedule of the cut is below: each stage begins behind one forward of those
+        before it, and ends with the sum of its gradients. Infinite where the parameters do not fit."""
+        stages = self.stages(cut)
+        if any(self._room(each) < 0 for each in stages):
+            return math.inf
+        costs = [(each.forward + each.backward, each.forward, each.summed) for each in stages]
+        return least_seconds(self.job.microbatches, costs)
 
     def _room(self, stage: StageCost) -> float:
         """Returns the bytes left for activations."""

@@ -1,8 +1,8 @@
 """The search for a cut that makes the steps of a running pipeline shorter, on the meshes that it has.
 
-A layer is known by what it costs beside the others, and the ranks of a stage by how long they took for the
-layers that they have: ranks that have become slow take longer for any layer. Each candidate is simulated by
-the actions of the schedule that runs. All of it is arithmetic: no process group, no tensors.
+A layer is known by what it costs compared to the others, and the ranks of a stage by how long they took for
+the layers that they have: ranks that have become slow take longer for any layer. Each candidate is simulated
+by the actions of the schedule that runs. All of it is arithmetic: no process group, no tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..pipelining.simulate import simulate_actions
 from ..pipelining.trace import StageTimes
 from ..planning.plan import plan_many
 from ..topology import Topology
-from .search import Cut, Layer, Search, balanced, uses_of
+from .search import Cut, Layer, Search, balanced, least_seconds, uses_of
 
 if TYPE_CHECKING:
     from ..pipelining.schedule import PipelineSchedule
@@ -37,7 +37,7 @@ __all__ = ["RebalanceRequest", "Recut", "RunningPipeline", "agreed_cut", "all_we
 
 _SIMULATED = 300  # cuts at most: training waits for it
 _COMPARED = 8  # cuts, the fastest of the search, whose moves are planned
-_ALIKE = 1.0  # what every layer costs where nothing is known of them
+_UNKNOWN = 1.0  # what every layer costs where nothing is known of them
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def better_cut(
 
     Args:
         layers: what each costs; None: all the same.
-        overhead: seconds to get to any other cut, beside those in which state is sent.
+        overhead: seconds to get to any other cut, apart from those in which state is sent.
     """
     model = _Model(running, layers)
     before = model.seconds(model.present)
@@ -117,11 +117,11 @@ def better_cut(
 
 class _Model:
     """Costs of cuts of what runs. Seconds of a stage are those that its ranks take now, in proportion to what
-    its layers cost beside each other."""
+    its layers cost compared to each other."""
 
     def __init__(self, running: RunningPipeline, layers: Sequence[Layer] | None) -> None:
         self._running = running
-        self.layers = [Layer(_ALIKE, _ALIKE)] * sum(running.cut) if layers is None else list(layers)
+        self.layers = [Layer(_UNKNOWN, _UNKNOWN)] * sum(running.cut) if layers is None else list(layers)
         self.present = _cut(running.cut)
         self.apart = all(len(row) == 1 for row in running.rows)
         self._split = any(each.kind is ActionKind.W for row in running.actions.values() for each in row)
@@ -176,11 +176,9 @@ class _Model:
         and what it ends with still goes back through these."""
         if not self.apart:
             return self.busiest(cut)
-        longest = around = 0.0
-        for forward, backward, weight in zip(*(self._times(kind, cut) for kind in self._before), strict=True):
-            longest = max(longest, around + self._running.microbatches * (forward + backward))
-            around += forward + backward - (weight if self._split else 0.0)
-        return longest
+        times = zip(*(self._times(kind, cut) for kind in self._before), strict=True)
+        costs = [(f + b, f + b - (w if self._split else 0.0), 0.0) for f, b, w in times]
+        return least_seconds(self._running.microbatches, costs)
 
     def moving(self, cut: Cut, topology: Topology | None) -> float:
         """Seconds in which the state of layers is sent to other stages, as if every rank of a stage had all
@@ -307,9 +305,9 @@ def _text(value: Any) -> str:
 
 
 def agreed_cut(schedule: PipelineSchedule, request: RebalanceRequest) -> Recut | None:
-    """The same on every rank of the pipeline: the first of them decides, by what all have measured.
+    """Returns the same on every rank of the pipeline: the first rank decides, by what all have measured.
 
-    Raises LayoutError on all ranks where one cannot go on or the ranks contradict each other.
+    Raises LayoutError on all ranks where one cannot continue or the ranks contradict each other.
     """
 
     def said() -> dict[str, Any]:
@@ -337,7 +335,7 @@ class _StageFacts(NamedTuple):
 
 
 def all_well(schedule: PipelineSchedule, failed: Exception | None) -> None:
-    """Every rank says whether it failed. Raises on all ranks if one has: its own error there, and one of the
+    """Compares whether ranks have failed. Raises on all ranks if one has: its own error there, and one of the
     same type and text on the others."""
 
     def said() -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 
 from ..pipelining.action import ScheduleError
 
-__all__ = ["Cut", "Layer", "Search", "Value", "balanced", "even", "uses_of"]
+__all__ = ["Cut", "Layer", "Search", "Value", "balanced", "even", "least_seconds", "uses_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +142,19 @@ def balanced(layers: int, stages: int, ranks: int, seconds: Callable[[int, range
     return best[layers, ranks][1]
 
 
+def least_seconds(microbatches: int, stages: Iterable[tuple[float, float, float]]) -> float:
+    """Returns seconds that no step is shorter than under any schedule: a stage begins behind those before it.
+
+    stages: for each, seconds that it computes for a micro-batch, seconds that it adds before and behind later
+    stages, and seconds behind its last action.
+    """
+    longest = before = 0.0
+    for own, added, after in stages:
+        longest = max(longest, before + microbatches * own + after)
+        before += added
+    return longest
+
+
 @dataclass(slots=True)
 class Search:
     """A search for the cuts with the fewest `seconds`. Deterministic.
@@ -151,7 +164,7 @@ class Search:
         ranks: of all stages.
         degrees: tensor-parallel degrees that a stage may have; 1 is one of them.
         samples: of a micro-batch, which the ranks of a stage share.
-        bound: no more than the seconds of the cut, and quick to tell.
+        bound: no more than the seconds of the cut, and quick to compute.
         seconds: of a step.
         starts: cuts to begin with, too; of equals the first of them wins, without any the even cut.
         most: so many cuts of a number of stages have their `seconds` looked at.
@@ -218,7 +231,7 @@ class Search:
 
     def _climb(self, stages: int) -> None:
         """Makes moves that help, from the given starts, the most balanced cut and the best of random ones.
-        What cannot be better than the best so far is not simulated: its bound tells whether it is better than
+        What cannot be better than the best so far is not simulated: its bound shows whether it is better than
         another one."""
         self.exhaustive = False
         best = min(self.tried.values(), default=math.inf)
