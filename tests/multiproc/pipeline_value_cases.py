@@ -198,14 +198,14 @@ def varying_case(name: str, **options: Any):
 
 def many_shapes_one_after_the_other(_) -> None:
     """More than are kept: those not used for longest are compiled anew."""
-    import meshcast.pipelining.varying as varying
+    import meshcast.pipelining.step as step
 
     here = place(in_a_row([1, 1]))
     if here is None:
         return
     reference, module = mlp(2), mlp(2)[here.stage]
     stage = PipelineStage(module, here.stage, 2, CPU, group=here.group)
-    kept, varying._KEPT = varying._KEPT, 2
+    kept, step._KEPT = step._KEPT, 2
     try:
         schedule = Schedule1F1B(stage, 2, loss_fn=mse, timeout=TIMEOUT, varying_shapes=True)
         for rows in (2, 4, 6, 2, 4):
@@ -213,7 +213,7 @@ def many_shapes_one_after_the_other(_) -> None:
             train_alone(nn.Sequential(*reference), x, y, 2, as_torch=reference)
             schedule.step(x, target=y)
     finally:
-        varying._KEPT = kept
+        step._KEPT = kept
     assert largest_difference(module, reference[here.stage]) <= 1e-12
     assert len(schedule._wirings.transfers()) == 2 * 2
 

@@ -13,10 +13,13 @@ validated. What must be true of a lowered schedule before it may run:
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
+
+from torch.distributed.pipelining.schedules import REDUCE_GRAD
 
 from ..base.checks import typed_arguments
 from ..errors import LayoutError
@@ -35,6 +38,7 @@ from .action import (
     lower,
     stage_ranks,
 )
+from .compat import actions_of, fused_pairs
 from .orders import build, forward_only, spec_of
 from .simulate import (
     AutoWarmup,
@@ -46,7 +50,7 @@ from .simulate import (
     simulate_actions,
 )
 
-__all__ = ["Recipe", "validate"]
+__all__ = ["GivenOrder", "Recipe", "validate"]
 
 
 _SEND_MODELS: tuple[SendModel, ...] = ("buffered", "rendezvous")
@@ -277,7 +281,7 @@ class Recipe:
         elif self.warmup is not None or self.budget is not None:
             self._built(None)
 
-    def check_placement(self, rows: Sequence[Sequence[int]], rank: int) -> None:
+    def check_placement(self, rows: Sequence[Sequence[int]]) -> None:
         """Raises LayoutError, the same on every rank, if the stages are not where the schedule runs them.
         rows: the stages of each set of ranks."""
         wanted: list[list[int]] = [[] for _ in rows]
@@ -286,9 +290,7 @@ class Recipe:
         if sorted(wanted) != sorted(map(list, rows)):
             raise LayoutError(
                 f"{self.name} runs stages {wanted} together on {len(wanted)} sets of ranks, "
-                f"found stages {rows}",
-                rank=rank,
-                op="pipeline",
+                f"found stages {rows}"
             )
 
     def lowered(self, rows: int, *, train: bool) -> Actions:
@@ -336,3 +338,65 @@ class Recipe:
 
     def _costs(self, **times: Any) -> Costs:
         return Costs.of(self.stages, **{**_NOMINAL_TIMES, **self.times, **times})
+
+
+class GivenOrder:
+    """Actions that were given as torch's, in place of those that are built for a schedule's name.
+
+    order: those of each of torch's ranks. lowered: with their transfers.
+    """
+
+    def __init__(self, order: dict[int, list[Any]], lowered: bool) -> None:
+        self.order, self.lowered = order, lowered
+        self.pairs = fused_pairs(order)
+        actions = actions_of(order)
+        text = str(sorted((rank, list(map(str, row))) for rank, row in actions.items()))
+        self.digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        self._rows = [row for row in actions.values() if row]
+
+    @staticmethod
+    def of(schedule: Any) -> GivenOrder | None:
+        """The order that ``_load_csv`` or ``_prepare_schedule_with_comms`` got last, else ``pipeline_order``,
+        else ``pipeline_order_with_comms``. None where the schedule runs what is built by its name."""
+        prepared, order = schedule._given_order, schedule.pipeline_order
+        if prepared is None and schedule.name is not None and order is schedule._built_order:
+            return None
+        given = prepared or (order, False)
+        if not given[0]:
+            given = getattr(schedule, "pipeline_order_with_comms", None), True
+        if not given[0]:
+            raise LayoutError(
+                f"{type(schedule).__name__} has no actions: give it a pipeline_order, or load a file"
+            )
+        return GivenOrder(*given)
+
+    def rows(self, row_of: Callable[[int], int]) -> Actions:
+        """By row of the schedule. row_of: a stage."""
+        return dict(sorted((row_of(row[0].stage), row) for row in self._rows))
+
+    def row_of(self, stages: set[int]) -> list[Any]:
+        """torch's actions of the rank that has these stages."""
+        return next(row for row in self.order.values() if any(a and a.stage_index in stages for a in row))
+
+    def reduced(self, stages: Iterable[int]) -> list[int]:
+        """The stages whose gradients are scaled: an order that holds its transfers says which."""
+        told = {
+            each.stage_index
+            for row in self.order.values()
+            for each in row
+            if each is not None and each.computation_type == REDUCE_GRAD
+        }
+        return [stage for stage in stages if not self.lowered or stage in told]
+
+    def side_by_side(self, row: list[Action]) -> list[Action]:
+        """A lowered row with the parts of each fused action next to each other: receives between them come
+        before, sends behind."""
+        for _, parts in self.pairs.values():
+            if parts[0] not in row:
+                continue
+            first, last = row.index(parts[0]), row.index(parts[-1])
+            between = [each for each in row[first : last + 1] if each not in parts]
+            receives = [each for each in between if each.kind.is_recv]
+            sends = [each for each in between if not each.kind.is_recv]
+            row = [*row[:first], *receives, *parts, *sends, *row[last + 1 :]]
+        return row

@@ -15,22 +15,24 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from ..base.checks import typed_arguments
 from ..errors import LayoutError, MeshcastError
 from ..transfers.handle import Handle
 from .action import Action, ActionKind, Link
-from .compat import windows
+from .compat import Gathering, parts_of, torch_action, windows, with_gathering
 from .inference import Way, as_tuple, local_values
-from .stage import PipelineStage
-from .step import Arriving, Functions
+from .recipe import GivenOrder
+from .table import RankStage
 from .trace import GpuClock, Mark, Trace
 from .wiring import Arrival, EdgeTransfers, StageValue, Wiring
 
-__all__ = ["Feed", "Runtime", "microbatch_seed", "random_state"]
+__all__ = ["Feed", "Functions", "Runtime", "functions_for", "functions_of", "microbatch_seed", "random_state"]
 
 
 @typed_arguments()
@@ -55,7 +57,7 @@ def microbatch_seed(seed: int, step: int, stage: int, microbatch: int, part: int
 
 
 @contextmanager
-def random_state(seed: tuple[int, int], stage: PipelineStage, microbatch: int) -> Iterator[None]:
+def random_state(seed: tuple[int, int], stage: RankStage, microbatch: int) -> Iterator[None]:
     """Sets the random state of one forward; afterwards the process has its previous one again. For a stage
     on a GPU, this includes the random state of the GPU.
 
@@ -94,6 +96,38 @@ class Feed(Protocol):
 
     keep_outputs: bool
 
+    @property
+    def targets(self) -> Sequence[Any] | None:
+        """Local targets of the last stage, by micro-batch; None without any."""
+
+
+class Arriving:
+    """The values that a function of the user waits for first; torch has works of torch.distributed there."""
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self.wait = settle
+
+
+@dataclass(slots=True)
+class Functions:
+    """The functions of a step.
+
+    fused: of the first of the actions that run as one: the function, and all of them. inside: all of those.
+    forward_arriving, backward_arriving: by stage and micro-batch. gathering: by the action before which they
+    are called, those for UNSHARD and RESHARD, with torch's action; under None those behind the last action.
+    """
+
+    by_kind: dict[ActionKind, Callable[[Action], None]] = field(default_factory=dict)
+    fused: dict[Action, tuple[Callable[[], None], list[Action]]] = field(default_factory=dict)
+    inside: frozenset[Action] = frozenset()
+    forward_arriving: dict[tuple[int, int], list[Arriving]] = field(default_factory=dict)
+    backward_arriving: dict[tuple[int, int], list[Arriving]] = field(default_factory=dict)
+
+    gathering: dict[Action | None, list[tuple[Any, Callable[[], None]]]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.by_kind or self.fused or self.gathering)
+
 
 class Owner(Protocol):
     """The schedule, as torch's runtime and functions of the user call it."""
@@ -117,7 +151,7 @@ class Runtime:
     def __init__(
         self,
         owner: Owner,
-        stages: Mapping[int, PipelineStage],
+        stages: Mapping[int, RankStage],
         wiring: Wiring,
         timeout: float,
         *,
@@ -267,9 +301,7 @@ class Runtime:
                 run()
             except Exception as cause:
                 raise MeshcastError(
-                    f"rank {self._rank}: the function for {action} raised {type(cause).__name__}: {cause}",
-                    rank=self._rank,
-                    op="pipeline",
+                    f"the function for {action} raised {type(cause).__name__}: {cause}"
                 ) from cause
 
     def _settle_for(self, action: Action) -> None:
@@ -319,14 +351,12 @@ class Runtime:
 
     def _named(self, action: Action, cause: Exception) -> Exception:
         what = _NAMES.get(action.kind, str(action))
-        where = f"rank {self._rank}: stage {action.stage}, {what} of micro-batch {action.microbatch}"
+        where = f"stage {action.stage}, {what} of micro-batch {action.microbatch}"
         if isinstance(cause, LayoutError):
-            return LayoutError(f"{where}: {cause}", rank=self._rank, op="pipeline")
+            return LayoutError(f"{where}: {cause}")
         if isinstance(cause, MeshcastError):
             return cause
-        return MeshcastError(
-            f"{where} raised {type(cause).__name__}: {cause}", rank=self._rank, op="pipeline"
-        )
+        return MeshcastError(f"{where} raised {type(cause).__name__}: {cause}")
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = self._stages[action.stage], action.microbatch
@@ -343,10 +373,7 @@ class Runtime:
         if stage.is_last:
             self._owner._maybe_compute_loss(stage, output, None, microbatch)
             return
-        values = [
-            local_values(value.detach())
-            for value in as_tuple(output, f"rank {self._rank}, stage {action.stage}")
-        ]
+        values = [local_values(value.detach()) for value in as_tuple(output, f"stage {action.stage}")]
         _check_outputs(values, way)
         for link in self._consumers[action.stage]:
             if link in self._local:
@@ -358,11 +385,11 @@ class Runtime:
         if self._last_consumer[action.stage] is not None:
             self._outputs[action.stage, microbatch] = values
 
-    def _take_inputs(self, stage: PipelineStage, action: Action) -> None:
+    def _take_inputs(self, stage: RankStage, action: Action) -> None:
         if not stage.has_inputs(action.microbatch):  # else a function of the user has passed them on
             stage.receive(action.microbatch, self._arrived_inputs(stage, action))
 
-    def _arrived_inputs(self, stage: PipelineStage, action: Action) -> list[Any]:
+    def _arrived_inputs(self, stage: RankStage, action: Action) -> list[Any]:
         wiring = self._wirings[action.microbatch]
         values = wiring.inputs[action.stage]
         inputs: list[Any] = [None] * len(values)
@@ -374,9 +401,7 @@ class Runtime:
                         inputs[index] = self._input(stage, index, buffer, values[index])
         return inputs
 
-    def _input(
-        self, stage: PipelineStage, index: int, buffer: torch.Tensor, value: StageValue
-    ) -> torch.Tensor:
+    def _input(self, stage: RankStage, index: int, buffer: torch.Tensor, value: StageValue) -> torch.Tensor:
         # Several inputs may have come as one tensor: each has its own gradient.
         tensor = buffer.detach()
         if stage.use_dtensor:
@@ -455,7 +480,7 @@ class Runtime:
     def _backward_weights(self, action: Action) -> None:
         self._stages[action.stage].backward_weight_one_chunk(action.microbatch)
 
-    def _take_gradients(self, stage: PipelineStage, action: Action) -> None:
+    def _take_gradients(self, stage: RankStage, action: Action) -> None:
         if not stage.has_gradients(action.microbatch):
             stage.receive_gradients(action.microbatch, self._arrived_gradients(action))
 
@@ -545,3 +570,81 @@ def _given(transfers: EdgeTransfers, gradients: Sequence[torch.Tensor | None]) -
             first = first + other
         given.append(first)
     return given
+
+
+def functions_of(schedule: Any) -> Mapping[Any, Callable[..., None]]:
+    """By torch's kind of action."""
+    return getattr(schedule, "_comp_type_to_function_map", {})
+
+
+def functions_for(
+    schedule: Any,
+    given: GivenOrder | None,
+    feeds: Mapping[int, Feed],
+    row: Sequence[Action],
+    place: tuple[int, int],
+    *,
+    train: bool,
+) -> Functions:
+    """Functions of one step; the schedule gets what torch's functions look at.
+
+    row: what this rank runs. place: number of the row, and how many there are.
+    """
+    found, registered = Functions(), functions_of(schedule)
+    if not registered:
+        return found
+    first = next(iter(feeds.values()))
+    targets = [feed.targets for feed in feeds.values() if feed.targets is not None]
+    numbers = range(schedule._n_microbatches)
+    context = torch_schedules._PipelineContext(
+        schedule,
+        [tuple(feeds[0].arguments(number)) if 0 in feeds else () for number in numbers],
+        [dict(first.keywords(number)) for number in numbers],
+        list(targets[0]) if targets else None,
+    )
+    schedule.fwd_recv_ops, schedule.bwd_recv_ops = found.forward_arriving, found.backward_arriving
+    schedule.backward_counter.clear()
+    both = registered.get(torch_schedules.OVERLAP_F_B)
+    if both is not None and given is not None and train:
+        for start, (whole, parts) in given.pairs.items():
+            found.fused[start] = _call(both, whole, context), parts
+        found.inside = frozenset(part for _, parts in given.pairs.values() for part in parts)
+    for kind, run in registered.items():
+        if kind.value in ActionKind.__members__:
+            found.by_kind[ActionKind[kind.value]] = _call_for(run, context)
+    for before, action in _gathering(schedule._gathering, given, row, place):
+        if action.computation_type in registered:
+            run = _call(registered[action.computation_type], action, context)
+            found.gathering.setdefault(before, []).append((action, run))
+    return found
+
+
+def _gathering(
+    options: Gathering, given: GivenOrder | None, row: Sequence[Action], place: tuple[int, int]
+) -> list[tuple[Action | None, Any]]:
+    """torch's UNSHARD and RESHARD in their order, each with the action of the row that it comes before: where
+    a given order with transfers has them, else where torch would put them."""
+    order: list[Any] = [torch_action(each) for each in row if each.kind.is_compute]
+    if given is not None:
+        order = given.row_of({each.stage for each in row})
+    if given is None or not given.lowered:
+        order = with_gathering(order, options, *place)
+    runs = frozenset(row)
+    before: Action | None = None
+    found: list[tuple[Action | None, Any]] = []
+    for each in reversed(order):
+        if each is None:
+            continue
+        if each.computation_type in (torch_schedules.UNSHARD, torch_schedules.RESHARD):
+            found.append((before, each))
+        else:
+            before = next((part for part in parts_of(each) if part in runs), before)
+    return found[::-1]
+
+
+def _call(run: Callable[..., None], whole: Any, context: Any) -> Callable[[], None]:
+    return lambda: run(whole, context)
+
+
+def _call_for(run: Callable[..., None], context: Any) -> Callable[[Action], None]:
+    return lambda action: run(torch_action(action), context)

@@ -34,8 +34,9 @@ from .compat import (
     torch_order,
 )
 from .orders import build
-from .schedule import PipelineSchedule, ScheduleOptions, StepCall
+from .schedule import PipelineSchedule, ScheduleOptions
 from .stage import PipelineStage, check_kinds, group_of
+from .step import StepCall
 
 if TYPE_CHECKING:
     from ..tuning.choose import ScheduleAuto
@@ -273,7 +274,7 @@ class _ScheduleForwardOnly(PipelineScheduleSingle, torch_schedules._ScheduleForw
 
     def _check_call(self, call: StepCall) -> None:
         if call.target is not None or call.losses is not None or call.pieces.targets is not None:
-            raise MeshcastError("a forward-only schedule computes no losses", op="pipeline")
+            raise MeshcastError("a forward-only schedule computes no losses")
         super()._check_call(call)
 
 
