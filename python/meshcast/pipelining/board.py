@@ -202,24 +202,38 @@ class PipelineBoard:
         """Raises AbortedError in a forked child, which has no part in it."""
         forks.check(self._born, "pipeline")
 
+    def text_of(self, error: BaseException) -> str:
+        """The text of an error of this rank, named as one of the pipeline, for all ranks."""
+        if isinstance(error, Refused):
+            error = error.error
+        if isinstance(error, MeshcastError):
+            self._caller.name(error)
+            return str(error)
+        return f"{self._caller}: {error}" if str(error) else f"{self._caller}: {type(error).__name__}"
+
     def publish(self, topic: str, value: Any) -> None:
         """value: of a class that `pack` knows, or a dict of what JSON can hold."""
         self._published.add(topic)
         self._ask(lambda: self._conversation.say(topic, _packed(value)), self.timeout, f"telling {topic!r}")
 
     def fail(self, topic: str, message: str, *, agreement: bool = False) -> None:
-        """Says under `topic` that this rank has only an error. What it published there before stays. Where
-        the store does not answer, nobody hears it: the error itself is what the caller is to see.
+        """Says under `topic` that this rank has only an error. What it published there before stays.
 
         agreement: it is one, which this rank has not entered, and fails on all ranks."""
         if topic in self._published or self._silent:
             return
+        self._tell(topic, _FAILED + message, _FAILED + message if agreement else "")
+
+    def _tell(self, topic: str, value: str, answer: str) -> None:
+        """Publishes a value, and the answer of an agreement, without waiting for other ranks. Where the store
+        does not answer, nobody gets them: the error of this rank is what the caller is to see."""
         self._published.add(topic)
 
         def tell() -> None:
-            if agreement:
-                self._settle(topic, _FAILED + message)
-            self._conversation.say(topic, _FAILED + message)
+            if answer:
+                self._settle(topic, answer)
+            if value:
+                self._conversation.say(topic, value)
 
         with suppress(MeshcastError):
             self._ask(tell, 0.0, f"telling {topic!r}")
@@ -245,9 +259,7 @@ class PipelineBoard:
         except BaseException as error:
             flight.failed(error)
             if not isinstance(error, MeshcastError):  # of a handler of a signal
-                text = f"{_FAILED}rank {self.rank}: {type(error).__name__}"
-                with suppress(MeshcastError):
-                    self._ask(lambda: self._settle(topic, text), 0.0, f"telling {topic!r}")
+                self._tell(topic, "", f"{_FAILED}rank {self.rank}: {type(error).__name__}")
             raise
         flight.ended()
         return answer
@@ -258,14 +270,7 @@ class PipelineBoard:
         """Takes part in an agreement with a value that decides it, and does not wait for the other ranks:
         they get what `decide` makes of this value alone when they come. error: why, for the record."""
         self._flight(topic).failed(error)
-        self._published.add(topic)
-
-        def tell() -> None:
-            self._conversation.say(topic, _packed(value))
-            self._settle(topic, _packed(decide({self.rank: value})))
-
-        with suppress(MeshcastError):  # the refusal is what the caller is to see
-            self._ask(tell, 0.0, f"telling {topic!r}")
+        self._tell(topic, _packed(value), _packed(decide({self.rank: value})))
 
     def _flight(self, topic: str) -> Flight:
         flight = Flight("pipeline", self._members, self.rank, topic, 0, self.agreements)

@@ -307,19 +307,19 @@ class Runtime:
     def _settle_for(self, action: Action) -> None:
         """A function of the user waits for what comes from other ranks, and passes on by itself what stays on
         this one."""
-        stage, key = self._stages[action.stage], (action.stage, action.microbatch)
+        stage = self._stages[action.stage]
         if action.kind is ActionKind.F and not stage.is_first:
-            if all(link in self._local for link in self._producers[action.stage]):
-                self._take_inputs(stage, action)
-            else:
-                wait = Arriving(lambda: self._take_inputs(stage, action))
-                self._functions.forward_arriving[key] = [wait]
+            take, links = self._take_inputs, self._producers[action.stage]
+            arriving = self._functions.forward_arriving
         elif action.kind in (ActionKind.B, ActionKind.I) and not stage.is_last:
-            if all(link in self._local for link in self._consumers[action.stage]):
-                self._take_gradients(stage, action)
-            else:
-                wait = Arriving(lambda: self._take_gradients(stage, action))
-                self._functions.backward_arriving[key] = [wait]
+            take, links = self._take_gradients, self._consumers[action.stage]
+            arriving = self._functions.backward_arriving
+        else:
+            return
+        if self._local.issuperset(links):
+            take(stage, action)
+        else:
+            arriving[action.stage, action.microbatch] = [Arriving(lambda: take(stage, action))]
 
     def _computed(self, action: Action) -> None:
         """Behind a function of the user."""

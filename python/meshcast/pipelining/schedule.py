@@ -347,7 +347,7 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
 
     def _fail(self, error: BaseException) -> None:
         """Takes the other ranks along, in bounded time, with the first cause."""
-        cause = str(error) if isinstance(error, MeshcastError) else f"rank {self._rank}: {_text(error)}"
+        cause = self._board.text_of(error)
         self._failed = cause
         self._board.fail(f"call/{self._calls}", cause, agreement=True)
         self._gradients.fail(cause)
@@ -377,10 +377,7 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
         try:
             yield
         except Exception as error:
-            if isinstance(error, MeshcastError):
-                self._caller.name(error)
-            text = str(error) if isinstance(error, MeshcastError) else f"{self._caller}: {_text(error)}"
-            report = StepReport(refused=text)
+            report = StepReport(refused=self._board.text_of(error))
             self._board.refuse(f"call/{self._calls}", report, agree_on_step, error)
             self._calls += 1
             raise Refused(error) from error
@@ -691,10 +688,6 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
             raise self._caller.error(MeshcastError, "there is no step yet, so no shapes of values")
         stage = next(iter(self._mine.values()))
         return transfer_times(wiring, self._agreed(), topology or stage.topology, stage.strategy)
-
-
-def _text(error: BaseException) -> str:
-    return str(error) or type(error).__name__
 
 
 def _outstanding(limit: Any) -> int | None:

@@ -8,7 +8,6 @@ micro-batches that is new, to find the shapes of all values and compile their tr
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -118,7 +117,7 @@ class StepFeed:
             self._given[kind] = [
                 self._values(kind, each) for each in (whole if cut_already is None else cut_already)
             ]
-        self._shapes = self._all_shapes()
+        self.shapes = self._shapes()  # of each micro-batch: of its arguments and keyword arguments
         self._arguments: list[list[Any]] = []
         self._keywords: list[Mapping[str, Any]] = []
         self._argument_shardings: list[list[Sharding]] = []
@@ -171,17 +170,7 @@ class StepFeed:
             found.append(each if fits or (kind == "args" and not leaf.nested) else Replicate())
         return tuple(found)
 
-    @property
-    def count(self) -> int:
-        """The number of micro-batches."""
-        return self._microbatches
-
     # ---- before the ranks agree --------------------------------------------------------------------------
-
-    def shapes(self, microbatch: int) -> list[Any]:
-        """The shapes of a micro-batch's arguments before they are sharded: the size of each tensor in all
-        dimensions, and its dtype."""
-        return self._shapes[microbatch][0]
 
     def shapes_but_for_samples(self, microbatch: int) -> list[Any]:
         """The same without the dimension of the samples."""
@@ -192,16 +181,16 @@ class StepFeed:
         """A name for the shapes of each micro-batch, keyword arguments included."""
         names: list[str] = []
         before: Any = None
-        for shapes in self._shapes:
+        for shapes in self.shapes:
             if shapes is not before:
-                name = hashlib.blake2b(json.dumps(shapes).encode(), digest_size=8).hexdigest()
+                name = _digest(shapes)
             names.append(name)
             before = shapes
         return names
 
-    def _all_shapes(self) -> list[tuple[list[Any], list[Any]]]:
-        """Shapes of the arguments and of the keyword arguments. Neighbouring micro-batches of the same sizes
-        share one object."""
+    def _shapes(self) -> list[tuple[list[Any], list[Any]]]:
+        """Shapes before they are sharded: the size of each tensor in all dimensions, and its dtype.
+        Neighbouring micro-batches of the same sizes share one object."""
         whole = [self._given[kind] for kind in ("args", "kwargs") if kind not in self._pieces]
         rows = {
             leaf.rows for each in whole for values in each for leaf in values.leaves if leaf.dim is not None
@@ -360,7 +349,7 @@ class StepFeed:
                 shared = not own and not isinstance(leaf.value, DTensor) and leaf.dim is not None
                 if own if self._is_own(kind, leaf) else shared:
                     found.append([leaf.top, *digest_of(leaf.value)])
-        return hashlib.blake2b(json.dumps(found).encode(), digest_size=8).hexdigest()
+        return _digest(found)
 
     # ---- once they agreed --------------------------------------------------------------------------------
 
@@ -496,6 +485,11 @@ class StepFeed:
         return merge_chunks(outputs, spec) if joined or spec is not None else list(outputs)
 
 
+def _digest(value: Any) -> str:
+    """value: of lists, numbers and text."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+
+
 def _split_by_samples(stage: RankStage) -> tuple[Placements, Placements]:
     """Placements of keyword arguments and of targets, where they have the dimension: as the inputs over the
     ranks that have other samples, targets also over those whose loss is that of other tokens."""
@@ -592,8 +586,7 @@ class Wirings:
             return
         for index, feed in feeds.items():
             expected, known = self._first.get(index) or _of_first(feed)
-            for number in range(feed.count):
-                found = feed.shapes(number)
+            for number, (found, _) in enumerate(feed.shapes):
                 if found != expected and not (cut and feed.shapes_but_for_samples(number) == known):
                     raise LayoutError(
                         f"stage {index}: micro-batch {number} has shapes {found}, the first one had "
@@ -667,7 +660,7 @@ class Wirings:
         except BaseException as error:
             shapes = [f"shapes/{index}{which}" for index in self._stages for which in ("", "/data")]
             for name in (*shapes, "checked"):
-                self._board.fail(f"{topic}{name}", str(error) or type(error).__name__)
+                self._board.fail(f"{topic}{name}", self._board.text_of(error))
             raise
 
 
@@ -695,4 +688,4 @@ def _trainable(value: torch.Tensor) -> torch.Tensor:
 
 
 def _of_first(feed: StepFeed) -> tuple[list[Any], list[Any]]:
-    return feed.shapes(0), feed.shapes_but_for_samples(0)
+    return feed.shapes[0][0], feed.shapes_but_for_samples(0)

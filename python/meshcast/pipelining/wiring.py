@@ -27,7 +27,7 @@ from ..transfers.handle import Handle
 from ..transfers.transfer import DEFAULT_OPTIONS, PersistentTransfer, PlanOptions, new_transfer
 from .action import Link
 from .board import PipelineBoard, Refused
-from .edge import Bundle, Delivery, Edge, bundles, check_edges, links_of, returns
+from .edge import Delivery, Edge, bundles, check_edges, links_of, returns
 from .inference import DataUse, Inferred, LocalValue, SentDTensor, Way, global_shape, with_empty
 from .parallel import gradient_placements
 from .table import RankStage, StageTable
@@ -91,7 +91,7 @@ def _check_data_dim(
     inputs: Mapping[int, StageValue],
     outputs: Sequence[StageValue],
 ) -> None:
-    where = f"rank {stage.rank}, stage {stage.stage_index}"
+    where = f"stage {stage.stage_index}"
     whole = [
         index
         for index, value in inputs.items()
@@ -139,7 +139,7 @@ def _check_loss_dim(
             ):
                 both = [*stage.loss_dims, dim]
                 raise LayoutError(
-                    f"rank {stage.rank}, stage {stage.stage_index}: over dimension {dim} of the mesh input "
+                    f"stage {stage.stage_index}: over dimension {dim} of the mesh input "
                     f"{index} is {placement}, and the loss is taken of outputs that are this rank's part. "
                     f"If every rank's loss is that of its own part, give loss_dims={both}, and the same "
                     "data_dims= where parameters are whole on these ranks (context parallelism, modules that "
@@ -393,13 +393,7 @@ def connect(
                 outputs = values[index] if index < len(values) else []
                 last_outputs = inferred[index].outputs if stage.is_last else None
                 check_split(stage, inputs[index], outputs, last_outputs)
-        rows = {stage: table.row_of(stage) for stage in range(num_stages)}
-        found = bundles(edges, table.input_layout, rows)
-        links = links_of(edges)
-        returned = {
-            link: _returned(link, values, returns(found, *link, table.input_layout), table)
-            for link in (links if table.trains else [])
-        }
+        routes, free_lane = _routes(edges, values, table)
         # A rank whose own checks failed stays away from the transfers, which the others would wait for.
         board.publish(f"{topic}checked", True)
         board.collect(f"{topic}checked", bool)
@@ -407,16 +401,19 @@ def connect(
         if isinstance(error, DeadlineExceededError):  # who is missing knows of nothing
             raise
         raise Refused(error) from error
-    # A lane of its own for each bundle and for the way back of each link: a receive posted ahead never delays
-    # another one.
-    back = _FIRST_LANE + len(found)
     ways = {index: _way(stage, inferred[index], values) for index, stage in stages.items()}
-    wiring = Wiring(edges, links, values, inputs, ways, {}, {}, back + len(links))
-    for number, bundle in enumerate(found):
-        _compile_bundle(wiring, stages, bundle, _FIRST_LANE + number, timeout)
-    for number, link in enumerate(links):
-        if returned.get(link) and (link[0] in stages or link[1] in stages):
-            _compile_return(wiring, stages, link, returned[link], back + number, timeout)
+    wiring = Wiring(edges, links_of(edges), values, inputs, ways, {}, {}, free_lane)
+    for route in routes:
+        here = [stage for stage in (route.source, *route.consumers) if stage in stages]
+        if not here:
+            continue
+        transfers = _edge_transfers(stages[here[0]], route, timeout)
+        for consumer in route.consumers:
+            link = route.source, consumer
+            if route.backward:
+                wiring.backward[link] = transfers
+            elif route.source in stages or consumer in stages:
+                wiring.forward.setdefault(link, []).append(transfers)
     # In one order on all ranks of an edge. All are in flight before one is waited for, so that ranks of
     # different edges do not wait for each other.
     for handle in [each.warm_up(timeout) for each in wiring.edge_transfers()]:
@@ -481,7 +478,7 @@ def _way(stage: RankStage, inferred: Inferred, values: Sequence[Sequence[StageVa
         for number, value in enumerate(own)
         if any(isinstance(value.layout.placements[dim], Partial) for dim in stage.data_dims)
     ]
-    outputs = _local([(value.shape, value.dtype, value.layout) for value in own], stage.rank)
+    outputs = [(value.layout.local_shapes(value.shape)[stage.rank], value.dtype) for value in own]
     return Way(outputs, inferred.stand_in, frozenset(sums))
 
 
@@ -582,88 +579,68 @@ def _check_examples(stage: RankStage, inputs: Mapping[int, StageValue], *, sizes
         begin = 0 if sizes else 1
         if tuple(local.shape)[begin:] != tuple(expected)[begin:] or example.dtype != value.dtype:
             raise LayoutError(
-                f"rank {stage.rank}, stage {stage.stage_index}, input {index}: input_args says "
+                f"stage {stage.stage_index}, input {index}: input_args says "
                 f"{example.dtype} {tuple(local.shape)}, "
                 f"its producer sends {value.dtype} {tuple(expected)}"
             )
 
 
-def _compile_bundle(
-    wiring: Wiring, stages: Mapping[int, RankStage], bundle: Bundle, number: int, timeout: float
-) -> None:
-    own = [stage for stage in (bundle.source, *bundle.consumers) if stage in stages]
-    if not own:
-        return
-    problems: list[Problem] = []
-    for each in bundle.deliveries:
-        value = wiring.values[bundle.source][each.output]
-        problems.append(Problem(value.shape, value.dtype, value.layout, each.layout))
-    name = f"pipeline {bundle.source}->{','.join(map(str, bundle.consumers))} forward"
-    transfers = _edge_transfers(
-        stages[own[0]], problems, bundle.consumers, bundle.deliveries, number, name, timeout
-    )
-    for consumer in bundle.consumers:
-        if bundle.source in stages or consumer in stages:
-            wiring.forward.setdefault((bundle.source, consumer), []).append(transfers)
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """The values that travel in one transfer for each micro-batch, or their gradients, which go back."""
+
+    source: int
+    consumers: tuple[int, ...]
+    deliveries: Sequence[Delivery]
+    problems: Sequence[Problem]
+    lane: int
+    backward: bool = False
+
+    def __str__(self) -> str:
+        consumers = ",".join(map(str, self.consumers))
+        return f"pipeline {self.source}->{consumers} {'backward' if self.backward else 'forward'}"
 
 
-def _returned(
-    link: Link, values: Sequence[Sequence[StageValue]], given: Sequence[Delivery], table: StageTable
-) -> list[tuple[Delivery, Problem]]:
-    """The deliveries whose gradients travel back over a link, and how they travel. Raises LayoutError for a
-    value whose gradient has no layout."""
-    source, consumer = link
-    returned: list[tuple[Delivery, Problem]] = []
-    for each in given:
-        value = values[source][each.output]
-        if value.requires_grad:
-            layouts = (
-                gradient_layout(each.layout, table.stages[consumer].summed),
-                gradient_layout(value.layout),
-            )
-            returned.append((each, Problem(value.shape, value.dtype, *layouts)))
-    return returned
+def _routes(
+    edges: Sequence[Edge], values: Sequence[Sequence[StageValue]], table: StageTable
+) -> tuple[list[_Route], int]:
+    """All routes of the pipeline, and the first free lane. Each has a lane of its own: a receive posted ahead
+    never delays another one. Raises LayoutError for a value whose gradient has no layout."""
+    rows = {stage: table.row_of(stage) for stage in range(len(table.ranks))}
+    found, links = bundles(edges, table.input_layout, rows), links_of(edges)
+    routes = []
+    for lane, bundle in enumerate(found, _FIRST_LANE):
+        own = [(values[bundle.source][each.output], each.layout) for each in bundle.deliveries]
+        problems = [Problem(value.shape, value.dtype, value.layout, layout) for value, layout in own]
+        routes.append(_Route(bundle.source, bundle.consumers, bundle.deliveries, problems, lane))
+    free = _FIRST_LANE + len(found)
+    for lane, (source, consumer) in enumerate(links if table.trains else (), free):
+        deliveries = [
+            each
+            for each in returns(found, source, consumer, table.input_layout)
+            if values[source][each.output].requires_grad
+        ]
+        problems = []
+        for each in deliveries:
+            value = values[source][each.output]
+            given = gradient_layout(each.layout, table.stages[consumer].summed)
+            problems.append(Problem(value.shape, value.dtype, given, gradient_layout(value.layout)))
+        if deliveries:
+            routes.append(_Route(source, (consumer,), deliveries, problems, lane, backward=True))
+    return routes, free + len(links)
 
 
-def _compile_return(
-    wiring: Wiring,
-    stages: Mapping[int, RankStage],
-    link: Link,
-    returned: Sequence[tuple[Delivery, Problem]],
-    number: int,
-    timeout: float,
-) -> None:
-    source, consumer = link
-    stage = stages[source] if source in stages else stages[consumer]
-    name = f"pipeline {source}->{consumer} backward"
-    deliveries, problems = [each for each, _ in returned], [problem for _, problem in returned]
-    wiring.backward[link] = _edge_transfers(stage, problems, (consumer,), deliveries, number, name, timeout)
-
-
-def _edge_transfers(
-    stage: RankStage,
-    problems: list[Problem],
-    consumers: Sequence[int],
-    deliveries: Sequence[Delivery],
-    number: int,
-    op: str,
-    timeout: float,
-) -> EdgeTransfers:
-    if all(_stays(shape, source, target) for shape, _, source, target in problems):
-        return EdgeTransfers(None, consumers, deliveries, [], [], stage, number)
-    options = PlanOptions(stage.strategy, stage.topology)
-    transfer = make_transfer(stage, problems, number, op, timeout, options)
-    sources = [(shape, dtype, source) for shape, dtype, source, _ in problems]
-    targets = [(shape, dtype, target) for shape, dtype, _, target in problems]
-    return EdgeTransfers(
-        transfer,
-        consumers,
-        deliveries,
-        _local(sources, stage.rank),
-        _local(targets, stage.rank),
-        stage,
-        number,
-    )
+def _edge_transfers(stage: RankStage, route: _Route, timeout: float) -> EdgeTransfers:
+    transfer = None
+    sources: list[LocalShape] = []
+    targets: list[LocalShape] = []
+    if not all(_stays(shape, source, target) for shape, _, source, target in route.problems):
+        options = PlanOptions(stage.strategy, stage.topology)
+        transfer = make_transfer(stage, route.problems, route.lane, str(route), timeout, options)
+        for shape, dtype, source, target in route.problems:
+            sources += _local(shape, dtype, source, stage.rank)
+            targets += _local(shape, dtype, target, stage.rank)
+    return EdgeTransfers(transfer, route.consumers, route.deliveries, sources, targets, stage, route.lane)
 
 
 def _stays(shape: Sequence[int], source: Layout, target: Layout) -> bool:
@@ -672,10 +649,8 @@ def _stays(shape: Sequence[int], source: Layout, target: Layout) -> bool:
     return not pending and source.shards(shape) == target.shards(shape)
 
 
-def _local(values: Sequence[tuple[Sequence[int], torch.dtype, Layout]], rank: int) -> list[LocalShape]:
-    return [
-        (layout.local_shapes(shape)[rank], dtype) for shape, dtype, layout in values if rank in layout.ranks
-    ]
+def _local(shape: Sequence[int], dtype: torch.dtype, layout: Layout, rank: int) -> list[LocalShape]:
+    return [(layout.local_shapes(shape)[rank], dtype)] if rank in layout.ranks else []
 
 
 def gradient_layout(layout: Layout, summed: Sequence[int] = ()) -> Layout:
@@ -690,25 +665,10 @@ def transfer_times(
 ) -> dict[Link, float]:
     """Seconds of one micro-batch over each link, what `simulate` takes as ``transfer``: the longer of values
     and gradients. A value for several stages counts for each of them."""
-    rows = {stage: table.row_of(stage) for stage in range(len(table.ranks))}
-    found = bundles(wiring.edges, table.input_layout, rows)
     times = dict.fromkeys(wiring.links, 0.0)
-    for bundle in found:
-        problems = []
-        for each in bundle.deliveries:
-            value = wiring.values[bundle.source][each.output]
-            problems.append((value.shape, value.dtype, value.layout, each.layout))
-        seconds = plan_many(problems, topology=topology, strategy=strategy).makespan
-        for consumer in bundle.consumers:
-            times[bundle.source, consumer] += seconds
-    for link in wiring.links:
-        problems = []
-        for each in returns(found, *link, table.input_layout):
-            value = wiring.values[link[0]][each.output]
-            if table.trains and value.requires_grad:
-                back = gradient_layout(value.layout)
-                problems.append((value.shape, value.dtype, gradient_layout(each.layout), back))
-        if problems:
-            seconds = plan_many(problems, topology=topology, strategy=strategy).makespan
-            times[link] = max(times[link], seconds)
+    for route in _routes(wiring.edges, wiring.values, table)[0]:  # those of gradients come last
+        seconds = plan_many(route.problems, topology=topology, strategy=strategy).makespan
+        for consumer in route.consumers:
+            link = route.source, consumer
+            times[link] = max(times[link], seconds) if route.backward else times[link] + seconds
     return times
