@@ -14,6 +14,7 @@ validated. What must be true of a lowered schedule before it may run:
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -163,67 +164,42 @@ class _Check:
             )
 
     def transfers(self, links: Sequence[Link], microbatches: int, forward_only: bool) -> None:
+        """A send follows what makes its value, a receive precedes what uses it. Inside a rank the consumer
+        comes after the producer; backward the other way round."""
         expected: set[Action] = set()
-        ranks = stage_ranks(self.actions)
-        crossed = crossing(links, ranks)
-        for source, target in links:
+        crossed = crossing(links, stage_ranks(self.actions))
+        for (source, target), microbatch in itertools.product(sorted(links), range(microbatches)):
+            made, used = (Action(stage, ActionKind.F, microbatch) for stage in (source, target))
+            back, last = (self.backward_of(stage, microbatch) for stage in (target, source))
             if (source, target) not in crossed:
-                self.handed_over(source, target, microbatches, forward_only)
-        for source, target in crossed:
-            for microbatch in range(microbatches):
-                expected.add(Action(source, ActionKind.SEND_F, microbatch, target))
+                self.before(made, used, "a forward uses what its producer made")
                 if not forward_only:
-                    expected.add(Action(target, ActionKind.SEND_B, microbatch, source))
-        for send in sorted(expected, key=str):
-            for end, other in ((send, send.matching()), (send.matching(), send)):
-                if end not in self.at:
-                    if other in self.at:
-                        self.fail(f"{other} has no other end, {end} is missing", self.at[other])
-                    raise ScheduleError(
-                        f"invalid schedule: {send} and {send.matching()} (stages {send.stage} and "
-                        f"{send.peer}, micro-batch "
-                        f"{send.microbatch}) are missing\n{format_grid(self.actions)}"
-                    )
-            self.neighbours(send)
+                    self.before(back, last, "a backward uses the gradient of its consumer")
+                continue
+            sends = [(Action(source, ActionKind.SEND_F, microbatch, target), made, used, "value", "forward")]
+            if not forward_only:
+                send = Action(target, ActionKind.SEND_B, microbatch, source)
+                sends.append((send, back, last, "gradient", "backward"))
+            for send, maker, user, value, use in sends:
+                expected.add(send)
+                self.both_ends(send)
+                self.before(maker, send, f"a {value} is sent once it exists")
+                self.before(send.matching(), user, f"a {use} uses what was received")
         for action, cell in self.at.items():
-            if (
-                not action.kind.is_compute
-                and (action if action.kind.is_send else action.matching()) not in expected
-            ):
+            send = action.matching() if action.kind.is_recv else action
+            if not action.kind.is_compute and send not in expected:
                 self.fail(f"{action} belongs to no link; links are {sorted(links)}", cell)
 
-    def handed_over(self, source: int, target: int, microbatches: int, forward_only: bool) -> None:
-        """A link inside a rank: the consumer after the producer, backward the other way round."""
-        for microbatch in range(microbatches):
-            self.before(
-                Action(source, ActionKind.F, microbatch),
-                Action(target, ActionKind.F, microbatch),
-                "a forward uses what its producer made",
+    def both_ends(self, send: Action) -> None:
+        for end, other in ((send, send.matching()), (send.matching(), send)):
+            if end in self.at:
+                continue
+            if other in self.at:
+                self.fail(f"{other} has no other end, {end} is missing", self.at[other])
+            raise ScheduleError(
+                f"invalid schedule: {send} and {send.matching()} (stages {send.stage} and {send.peer}, "
+                f"micro-batch {send.microbatch}) are missing\n{format_grid(self.actions)}"
             )
-            if not forward_only:
-                self.before(
-                    self.backward_of(target, microbatch),
-                    self.backward_of(source, microbatch),
-                    "a backward uses the gradient of its consumer",
-                )
-
-    def neighbours(self, send: Action) -> None:
-        """A send follows what makes its value, a receive precedes what uses it."""
-        receive = send.matching()
-        if send.kind is ActionKind.SEND_F:
-            self.before(
-                Action(send.stage, ActionKind.F, send.microbatch), send, "a value is sent once it exists"
-            )
-            self.before(
-                receive,
-                Action(receive.stage, ActionKind.F, receive.microbatch),
-                "a forward uses what was received",
-            )
-            return
-        self.before(self.backward_of(send.stage, send.microbatch), send, "a gradient is sent once it exists")
-        self.before(
-            receive, self.backward_of(receive.stage, receive.microbatch), "a backward uses what was received"
-        )
 
     def backward_of(self, stage: int, microbatch: int) -> Action:
         whole = Action(stage, ActionKind.B, microbatch)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +31,7 @@ from .inference import Way, as_tuple, local_values
 from .recipe import GivenOrder
 from .table import RankStage
 from .trace import GpuClock, Mark, Trace
-from .wiring import Arrival, EdgeTransfers, StageValue, Wiring
+from .wiring import Arrival, EdgeTransfers, Wiring, as_input
 
 __all__ = ["Feed", "Functions", "Runtime", "functions_for", "functions_of", "microbatch_seed", "random_state"]
 
@@ -161,7 +162,6 @@ class Runtime:
     ) -> None:
         self._owner = owner
         self._stages = stages
-        self._rank = next(iter(stages.values())).rank
         self._local = {link for link in wiring.links if wiring.is_local(link)}
         self._timeout = timeout
         self._outstanding = outstanding if overlap else 0
@@ -398,17 +398,10 @@ class Runtime:
             for transfers, buffers in zip(wiring.forward[link], arrived, strict=True):
                 for delivery, buffer in zip(transfers.deliveries, buffers, strict=True):
                     for index in delivery.inputs[action.stage]:
-                        inputs[index] = self._input(stage, index, buffer, values[index])
+                        # Several inputs may have come as one tensor: each has its own gradient.
+                        tensor = as_input(stage, index, buffer.detach(), values[index])
+                        inputs[index] = tensor.requires_grad_(self._train and values[index].requires_grad)
         return inputs
-
-    def _input(self, stage: RankStage, index: int, buffer: torch.Tensor, value: StageValue) -> torch.Tensor:
-        # Several inputs may have come as one tensor: each has its own gradient.
-        tensor = buffer.detach()
-        if stage.use_dtensor:
-            tensor = stage.wrap(tensor, stage.input_placements[index], value.shape)
-        elif value.sent is not None:
-            tensor = stage.as_before(tensor, value.sent)
-        return tensor.requires_grad_(self._train and value.requires_grad)
 
     def _wait(self, receive: Action) -> list[list[torch.Tensor]]:
         """The tensors of each edge."""
@@ -607,14 +600,14 @@ def functions_for(
     both = registered.get(torch_schedules.OVERLAP_F_B)
     if both is not None and given is not None and train:
         for start, (whole, parts) in given.pairs.items():
-            found.fused[start] = _call(both, whole, context), parts
+            found.fused[start] = partial(both, whole, context), parts
         found.inside = frozenset(part for _, parts in given.pairs.values() for part in parts)
     for kind, run in registered.items():
         if kind.value in ActionKind.__members__:
-            found.by_kind[ActionKind[kind.value]] = _call_for(run, context)
+            found.by_kind[ActionKind[kind.value]] = partial(_run_as_torch, run, context)
     for before, action in _gathering(schedule._gathering, given, row, place):
         if action.computation_type in registered:
-            run = _call(registered[action.computation_type], action, context)
+            run = partial(registered[action.computation_type], action, context)
             found.gathering.setdefault(before, []).append((action, run))
     return found
 
@@ -642,9 +635,5 @@ def _gathering(
     return found[::-1]
 
 
-def _call(run: Callable[..., None], whole: Any, context: Any) -> Callable[[], None]:
-    return lambda: run(whole, context)
-
-
-def _call_for(run: Callable[..., None], context: Any) -> Callable[[Action], None]:
-    return lambda action: run(torch_action(action), context)
+def _run_as_torch(run: Callable[..., None], context: Any, action: Action) -> None:
+    run(torch_action(action), context)

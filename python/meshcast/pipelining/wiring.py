@@ -40,6 +40,7 @@ __all__ = [
     "ShapesReport",
     "StageValue",
     "Wiring",
+    "as_input",
     "check_split",
     "connect",
     "gradient_layout",
@@ -553,15 +554,20 @@ def _examples(stage: RankStage, inputs: Mapping[int, StageValue]) -> list[torch.
     """Stand-ins of this rank's inputs, for shape inference only."""
     examples = []
     for index, value in inputs.items():
-        local = torch.empty(
-            value.layout.local_shapes(value.shape)[stage.rank], dtype=value.dtype, device=stage.device
-        )
-        if stage.use_dtensor:
-            local = stage.wrap(local, stage.input_placements[index], value.shape)
-        elif value.sent is not None:
-            local = stage.as_before(local, value.sent)
-        examples.append(local.requires_grad_(value.requires_grad))
+        shape = value.layout.local_shapes(value.shape)[stage.rank]
+        local = torch.empty(shape, dtype=value.dtype, device=stage.device)
+        examples.append(as_input(stage, index, local, value).requires_grad_(value.requires_grad))
     return examples
+
+
+def as_input(stage: RankStage, index: int, local: torch.Tensor, value: StageValue) -> torch.Tensor:
+    """This rank's part of a value, as the module of a stage gets it."""
+    found: torch.Tensor = local
+    if stage.use_dtensor:
+        found = stage.wrap(local, stage.input_placements[index], value.shape)
+    elif value.sent is not None:
+        found = stage.as_before(local, value.sent)
+    return found
 
 
 def _check_examples(stage: RankStage, inputs: Mapping[int, StageValue], *, sizes: bool) -> None:
