@@ -299,27 +299,17 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
             wirings = self._distribute(answer, feeds, table)
             train = call.train and table.trains
             finalize = call.finalize or not train
-            self._begin_stages(feeds, train=train, finalize=finalize)
+            self._begin_stages(feeds, answer, table, wirings[0].free_lane, train=train, finalize=finalize)
             runtime, row = self._runtime_for(wirings[0], feeds, table, train=train)
-            losses = {index: feed.loss for index, feed in feeds.items()}
-            lane, scales = wirings[0].free_lane, self.scale_grads
-            self._gradients.begin_step(
-                table, answer, losses, lane, train=train, finalize=finalize, scales=scales
-            )
             with hooks_at_the_end(stage.submod for stage in self._mine.values() if train) as call_hooks:
                 with self._gradients.apart():
                     seed = None if self._seed is None else (self._seed, self._steps)
                     runtime.run(row, feeds, wirings, train=train, seed=seed)
                     self._meet()
                     self._gradients.finish(call.losses)
-                if call.train and (train or scales_without_loss(self)):
-                    self._scale_as_torch()
+                self._scale_as_torch(call, train=train)
                 self._gradients.call_hooks(call_hooks)
-            for stage in self._mine.values() if not train else ():
-                stage.end_evaluation()
-        self._steps += 1
-        if train and self._recent is not None:
-            self._recent.add(runtime.trace)
+            self._end_step(runtime, train=train)
         return self._outputs(call)
 
     def _check_open(self) -> None:
@@ -494,7 +484,17 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
 
     # ---- the step ----------------------------------------------------------------------------------------
 
-    def _begin_stages(self, feeds: Mapping[int, StepFeed], *, train: bool, finalize: bool) -> None:
+    def _begin_stages(
+        self,
+        feeds: Mapping[int, StepFeed],
+        answer: StepAnswer,
+        table: StageTable,
+        lane: int,
+        *,
+        train: bool,
+        finalize: bool,
+    ) -> None:
+        """lane: those from here on are free."""
         self._feeds = feeds
         if len(self._mine) > 1:  # load_state_dict(assign=True) makes other parameters
             reduce_once(self._mine.values())
@@ -505,6 +505,9 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
             if train:
                 stage.learn_loss(self._loss_fn if stage.is_last else None)
                 stage.begin_step(self._n_microbatches, finalize=finalize)
+        losses = {index: feed.loss for index, feed in feeds.items()}
+        scales = self.scale_grads
+        self._gradients.begin_step(table, answer, losses, lane, train=train, finalize=finalize, scales=scales)
 
     def _runtime_for(
         self, wiring: Wiring, feeds: Mapping[int, StepFeed], table: StageTable, *, train: bool
@@ -556,9 +559,9 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
             if self._steps:
                 self._board.forget(f"step/{self._steps - 1}")
 
-    def _scale_as_torch(self) -> None:
+    def _scale_as_torch(self, call: StepCall, *, train: bool) -> None:
         """Scales gradients where all stages are as torch's, or has it done by what the user registered."""
-        if self.name == "ForwardOnly":
+        if not call.train or self.name == "ForwardOnly" or not (train or scales_without_loss(self)):
             return
         stages = self._mine if self._given is None else self._given.reduced(self._mine)
         registered = functions_of(self).get(torch_schedules.REDUCE_GRAD)
@@ -571,6 +574,13 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
                 registered(torch_schedules._Action(stage, torch_schedules.REDUCE_GRAD, None), context)
 
         self._gradients.scale_as_torch(stages, reduce)
+
+    def _end_step(self, runtime: Runtime, *, train: bool) -> None:
+        for stage in self._mine.values() if not train else ():
+            stage.end_evaluation()
+        self._steps += 1
+        if train and self._recent is not None:
+            self._recent.add(runtime.trace)
 
     def _outputs(self, call: StepCall) -> Any:
         last = [self._feeds[index] for index, stage in self._mine.items() if stage.is_last]
