@@ -3,6 +3,7 @@ each on a host of its own; run by pipeline_module_cases.py."""
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -239,7 +240,8 @@ def a_shape_that_a_stage_cannot_take(_) -> None:
         schedule.step(x, target=x)
 
     step(3)
-    raises((LayoutError, AbortedError), "stage 1", "too long", call=lambda: step(5))
+    text = raises((LayoutError, AbortedError), "stage 1", "too long", call=lambda: step(5))
+    assert re.match(r"(pipeline on )?rank [12]\b", text), f"one that has stage 1 is to blame: {text}"
     step(3)
     step(4)
 

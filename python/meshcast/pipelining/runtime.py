@@ -162,7 +162,7 @@ class Runtime:
     ) -> None:
         self._owner = owner
         self._stages = stages
-        self._local = {link for link in wiring.links if wiring.is_local(link)}
+        self._local = {link for link in wiring.links if stages.keys() >= set(link)}
         self._timeout = timeout
         self._outstanding = outstanding if overlap else 0
         self._max_active_stages = max_active_stages

@@ -82,41 +82,33 @@ class StepFeed:
         self._stage = stage
         self._microbatches = microbatches
         self.keep_outputs = call.return_outputs
-        args = call.args if stage.is_first else ()
-        kwargs = call.kwargs
-        target = call.target if stage.is_last else None
-        for name, given, cut_already in (("args", args, pieces.args), ("kwargs", kwargs, pieces.kwargs)):
-            if given and cut_already is not None:
-                raise LayoutError(f"step got both {name} and {name[:-1]}_mbs: give one")
-        if target is not None and pieces.targets is not None:
-            raise LayoutError("step got both target and target_mbs: give one")
         self._where = f"stage {stage.stage_index}"
-        if stage.is_first and not (args or kwargs or pieces.args or pieces.kwargs):
-            raise LayoutError("the first stage needs the batch: step(x, ...)")
-        if stage.is_last and call.train and loss_fn is not None and target is None and pieces.targets is None:
-            raise LayoutError(
-                f"{self._where}: the last stage has a loss_fn and needs targets: step(..., target=y)"
-            )
         self._keyword_placements, self._target_placements = _split_by_samples(stage)
         self._sample_dims = [dim for dim, each in enumerate(self._keyword_placements) if each == Shard(0)]
         self._grid = [stage.mesh.shape[dim] for dim in self._sample_dims]
         self._local = pieces.local and math.prod(self._grid) > 1
         self._specs = {"args": chunk_specs[0], "kwargs": chunk_specs[1]}
-        given_args: Sequence[Any] = [args] if args else []
-        given_target: Sequence[Any] = [] if target is None else [target]
         self._pieces: set[str] = set()  # the kinds that come as micro-batches
         # Of each kind one of the whole batch, or one for each micro-batch.
         self._given: dict[str, list[Values]] = {}
-        for kind, whole, cut_already in (
-            ("args", given_args, pieces.args if stage.is_first else None),
-            ("kwargs", [kwargs] if kwargs else [], pieces.kwargs),
-            ("target", given_target, pieces.targets if stage.is_last else None),
+        for kind, whole, cut_already, is_here in (
+            ("args", call.args or None, pieces.args, stage.is_first),
+            ("kwargs", call.kwargs or None, pieces.kwargs, True),
+            ("target", call.target, pieces.targets, stage.is_last),
         ):
-            if cut_already is not None:
+            several: Sequence[Any] = [] if whole is None else [whole]
+            if cut_already is not None and is_here:
+                if several:
+                    raise LayoutError(f"step got both {kind} and {_PIECES[kind]}: give one")
                 self._pieces.add(kind)
-            self._given[kind] = [
-                self._values(kind, each) for each in (whole if cut_already is None else cut_already)
-            ]
+                several = cut_already
+            self._given[kind] = [self._values(kind, each) for each in several] if is_here else []
+        if stage.is_first and not (self._given["args"] or self._given["kwargs"]):
+            raise LayoutError("the first stage needs the batch: step(x, ...)")
+        if stage.is_last and call.train and loss_fn is not None and not self._given["target"]:
+            raise LayoutError(
+                f"{self._where}: the last stage has a loss_fn and needs targets: step(..., target=y)"
+            )
         self.shapes = self._shapes()  # of each micro-batch: of its arguments and keyword arguments
         self._arguments: list[list[Any]] = []
         self._keywords: list[Mapping[str, Any]] = []

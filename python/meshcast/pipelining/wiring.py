@@ -338,10 +338,6 @@ class Wiring:
     def transfers(self) -> list[PersistentTransfer]:
         return [each.transfer for each in self.edge_transfers() if each.transfer is not None]
 
-    def is_local(self, link: Link) -> bool:
-        """Returns whether both stages of the link are on this rank."""
-        return link[0] in self.inputs and link[1] in self.inputs
-
 
 @dataclass(frozen=True, slots=True)
 class Example:
