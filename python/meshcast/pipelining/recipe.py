@@ -167,7 +167,7 @@ class _Check:
         """A send follows what makes its value, a receive precedes what uses it. Inside a rank the consumer
         comes after the producer; backward the other way round."""
         expected: set[Action] = set()
-        crossed = crossing(links, stage_ranks(self.actions))
+        crossed = set(crossing(links, stage_ranks(self.actions)))
         for (source, target), microbatch in itertools.product(sorted(links), range(microbatches)):
             made, used = (Action(stage, ActionKind.F, microbatch) for stage in (source, target))
             back, last = (self.backward_of(stage, microbatch) for stage in (target, source))

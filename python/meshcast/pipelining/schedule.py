@@ -288,6 +288,7 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
         )
 
     def _run_step(self, call: StepCall) -> Any:
+        """A whole step, in order."""
         self._check_open()
         with self._failing_together(), current(self._device):
             with self._refusing():

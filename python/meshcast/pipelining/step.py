@@ -362,33 +362,24 @@ class StepFeed:
     ) -> list[tuple[Any, list[Sharding]]]:
         """This rank's part of each micro-batch, and how its tensors are laid out. order: in which the samples
         of whole values come. keeps: values that are this rank's own samples stay here."""
-        several = self._given[kind]
-        owns = [[keeps and self._is_own(kind, leaf) for leaf in values.leaves] for values in several]
-        flats = [
-            [self._here(leaf, own=own) for leaf, own in zip(values.leaves, mine, strict=True)]
-            for values, mine in zip(several, owns, strict=True)
-        ]
-        if kind not in self._pieces:
-            flats = [
-                list(each)
-                for values, mine, flat in zip(several, owns, flats, strict=True)
-                for each in zip(
-                    *(
-                        _microbatches(leaf, value, samples, None if own else order, own=own)
-                        for leaf, value, own in zip(values.leaves, flat, mine, strict=True)
-                    ),
-                    strict=True,
-                )
-            ] or [[] for _ in range(self._microbatches) if several]
         found = []
-        for number, flat in enumerate(flats):
-            at = number if kind in self._pieces else 0
-            shares = [
-                self._share(kind, leaf, value, samples[number] if own else None)
-                for leaf, value, own in zip(several[at].leaves, flat, owns[at], strict=True)
-            ]
-            rebuilt = several[at].rebuilt([local for local, _ in shares])
-            found.append((rebuilt, [each for _, each in shares if each is not None]))
+        for at, values in enumerate(self._given[kind]):
+            owns = [keeps and self._is_own(kind, leaf) for leaf in values.leaves]
+            flat = [self._here(leaf, own=own) for leaf, own in zip(values.leaves, owns, strict=True)]
+            parts: list[Any] = [flat]  # of each micro-batch
+            if kind not in self._pieces:
+                cuts = [
+                    _microbatches(leaf, value, samples, None if own else order, own=own)
+                    for leaf, value, own in zip(values.leaves, flat, owns, strict=True)
+                ]
+                parts = list(zip(*cuts, strict=True)) or [()] * self._microbatches
+            for number, part in enumerate(parts, at):
+                shares = [
+                    self._share(kind, leaf, value, samples[number] if own else None)
+                    for leaf, value, own in zip(values.leaves, part, owns, strict=True)
+                ]
+                rebuilt = values.rebuilt([local for local, _ in shares])
+                found.append((rebuilt, [each for _, each in shares if each is not None]))
         return found
 
     def _here(self, leaf: Leaf, *, own: bool) -> Any:
