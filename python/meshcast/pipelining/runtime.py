@@ -529,13 +529,10 @@ class Runtime:
     def _transfers_of(self, action: Action) -> list[EdgeTransfers]:
         """None for gradients of a link whose values need none."""
         wiring = self._wirings[action.microbatch]
-        if action.kind is ActionKind.SEND_F:
-            return wiring.forward[action.stage, action.peer]
-        if action.kind is ActionKind.RECV_F:
-            return wiring.forward[action.peer, action.stage]
-        link = (
-            (action.peer, action.stage) if action.kind is ActionKind.SEND_B else (action.stage, action.peer)
-        )
+        downstream = action.kind in (ActionKind.SEND_F, ActionKind.RECV_B)
+        link = (action.stage, action.peer) if downstream else (action.peer, action.stage)
+        if action.kind in (ActionKind.SEND_F, ActionKind.RECV_F):
+            return wiring.forward[link]
         return [wiring.backward[link]] if link in wiring.backward else []
 
 

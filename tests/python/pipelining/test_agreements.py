@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from meshcast.base import forks
+from meshcast.base.wire import pack, unpack
 from meshcast.errors import LayoutError
 from meshcast.layout import Layout
+from meshcast.pipelining import Edge
+from meshcast.pipelining.board import PipelineBoard
 from meshcast.pipelining.inference import Inferred, LocalValue, infer_outputs, stand_ins, with_empty
 from meshcast.pipelining.microbatch import cut
 from meshcast.pipelining.parallel import StageMesh, gradient_placements, numbered_dims
-from meshcast.pipelining.table import Claim, Dealt, GivenValues, OpaqueValue, StepReport, agree_on_step
+from meshcast.pipelining.table import (
+    Claim,
+    Dealt,
+    GivenValues,
+    OpaqueValue,
+    RankReport,
+    StageTable,
+    StepAnswer,
+    StepReport,
+    agree_on_stages,
+    agree_on_step,
+    describe_stages,
+)
 from torch import nn
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.microbatch import _Replicate as Whole
@@ -28,6 +45,18 @@ def test_ranks_that_were_given_unlike_orders() -> None:
     (rank, text), *others = agree_on_step({2: said(order="a"), 5: said(order="b")}).refused
     assert (rank, others) == (2, [])
     assert "rank 2 has a, rank 5 has b" in text
+
+
+def test_reports_and_answers_survive_the_wire() -> None:
+    opaque = OpaqueValue(-1, 4, "argument 1", ".cache[0]", "Cache", "Declare it.")
+    values = given(opaque=[opaque], digests={"args": ("a", "b")}, batch=None)
+    report = said(samples=[2, 1], weight=0.5, weighted=True, given={0: values, 3: given()})
+    found = unpack(StepReport, pack(report))
+    assert (found.given, found.samples, found.weight) == (report.given, [2, 1], 0.5)
+    answer = agree_on_step({0: said(samples=[2, 1]), 3: said(weight=1.5)})
+    assert unpack(StepAnswer, pack(answer))._replace(keys=answer.keys, samples=answer.samples) == answer
+    refused = agree_on_step({0: said(), 5: StepReport("no")})
+    assert list(unpack(StepAnswer, pack(refused)).refused) == [(5, "no")]
 
 
 def test_the_first_stage_tells_the_samples_and_anyone_the_rest() -> None:
@@ -321,3 +350,51 @@ def test_shapes_that_depend_on_data_are_refused_with_both_causes() -> None:
         LayoutError, match=r"could not be inferred \(ValueError: not with .*; on zeros ValueError"
     ):
         infer_outputs(Broken(), [torch.ones(3)], {}, with_grad=False, what="s")
+
+
+def described(stage: int, shared: dict[str, torch.Tensor], **fields: Any) -> RankReport:
+    """The report of a rank that has one stage, of its own number, as another rank reads it."""
+    known: dict[str, Any] = {
+        "stage_index": stage,
+        "num_stages": 2,
+        "device": torch.device("cpu"),
+        "edges": (Edge(0, 0, 1, 0),),
+        "mesh": SimpleNamespace(ranks=[stage], layout=lambda each: Layout([stage], each)),
+        "input_placements": SimpleNamespace(listed=lambda: [[Replicate()]]),
+        "data_dims": [0],
+        "summed_dims": [],
+        "shared": shared,
+        "alone": True,
+    }
+    report = describe_stages([SimpleNamespace(**{**known, **fields})], "1F1B", 4, trains=stage == 1)
+    return unpack(RankReport, pack(report))
+
+
+def table_of(*reports: RankReport) -> StageTable:
+    board = mock.Mock(spec=PipelineBoard)
+    board.ranks = list(range(len(reports)))
+    board.collect.return_value = dict(enumerate(reports))
+    return agree_on_stages(board)
+
+
+def test_the_table_of_stages_is_what_the_ranks_report() -> None:
+    tied = torch.ones(3, 2)
+    table = table_of(described(0, {"tied": tied}), described(1, {"tied": tied}))
+    assert (table.ranks, table.rows, table.trains, table.as_torch) == ([[0], [1]], [[0], [1]], True, True)
+    assert (table.shared, table.edges) == ({"tied": [0, 1]}, (Edge(0, 0, 1, 0),))
+    assert table.input_layout(1, 5) == Layout([1], [Replicate()])
+    for reports, words in (
+        ((described(0, {}), described(1, {"tied": tied})), "'tied': only stage 1 names it"),
+        (
+            (described(0, {"tied": tied}), described(1, {"tied": tied.T})),
+            r"stage 0 has torch.float32 \(3, 2\), stage 1 has torch.float32 \(2, 3\)",
+        ),
+        (
+            (described(0, {}), described(1, {}, edges=None)),
+            "on edges: rank 0 has .* rank 1 has None",
+        ),
+        ((described(0, {}), described(0, {})), "on a mesh of ranks"),
+        ((described(0, {}),), "stage 1 is on no rank"),
+    ):
+        with pytest.raises(LayoutError, match=words):
+            table_of(*reports)
