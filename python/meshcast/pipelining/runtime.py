@@ -30,7 +30,7 @@ from .compat import Gathering, parts_of, torch_action, windows, with_gathering
 from .inference import Way, as_tuple, local_values
 from .recipe import GivenOrder
 from .table import RankStage
-from .trace import GpuClock, Mark, Trace
+from .trace import GpuClock, Trace
 from .wiring import Arrival, EdgeTransfers, Wiring, as_input
 
 __all__ = ["Feed", "Functions", "Runtime", "functions_for", "functions_of", "microbatch_seed", "random_state"]
@@ -130,6 +130,30 @@ class Functions:
         return bool(self.by_kind or self.fused or self.gathering)
 
 
+class HostClock:
+    """The spans of one step on the CPU, until they are read, by the interface of `GpuClock`."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[str, str, float, float]] = []
+
+    def begin_step(self) -> None:
+        self._spans.clear()
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def add(self, name: str, category: str, begin: float, end: float) -> None:
+        self._spans.append((name, category, begin, end))
+
+    def add_transfer(self, name: str, begin: float, handle: Handle[Any]) -> None:
+        """A send that has ended."""
+        self.add(name, "transfer", begin, begin + handle.figures()["seconds"])
+
+    def read_into(self, trace: Trace) -> None:
+        trace.events += self._spans
+        self._spans.clear()
+
+
 class Owner(Protocol):
     """The schedule, as torch's runtime and functions of the user call it."""
 
@@ -195,17 +219,16 @@ class Runtime:
         self._seed: tuple[int, int] | None = None
         self._trace = Trace()
         device = next(iter(stages.values())).device
-        self._gpu = GpuClock(device) if device.type == "cuda" else None
-        self._resumed: Mark | None = None  # on a GPU, behind the last value that compute waited for
+        self._clock = GpuClock(device) if device.type == "cuda" else HostClock()
+        self._mark: Callable[[], Any] = self._clock.mark
+        self._resumed: Any = None  # a mark behind the last value that the current action waited for
         self.bytes_sent = 0  # of all steps
-        self._waited_until = 0.0  # when this thread last had to wait for a value
         self._raised: BaseException | None = None  # by a handler of a signal, in a wait
 
     @property
     def trace(self) -> Trace:
         """The trace of the last step. On a GPU, reading it blocks until the step is complete there."""
-        if self._gpu is not None:
-            self._gpu.read_into(self._trace)
+        self._clock.read_into(self._trace)
         return self._trace
 
     def _farthest(self, links: Sequence[Link], end: int) -> int | None:
@@ -234,8 +257,7 @@ class Runtime:
         for index, stage in self._stages.items():
             stage.ways = [wiring.ways[index] for wiring in wirings]
         self._trace = Trace()
-        if self._gpu is not None:
-            self._gpu.begin_step()
+        self._clock.begin_step()
         if actions is not self._row:
             self._row, self._names = actions, {action: str(action) for action in actions}
             self._to_free = self._stages_to_free(actions)
@@ -244,8 +266,7 @@ class Runtime:
             for index in self._to_free.get(action, ()) if self._to_free else ():
                 self._stages[index].free_parameters()
             computes = action.kind in _NAMES
-            begin = time.perf_counter()
-            mark = self._gpu.mark() if computes and self._gpu is not None else None
+            begin: Any = self._mark() if computes else None
             try:
                 if self._functions:
                     self._run_custom(action)
@@ -256,7 +277,10 @@ class Runtime:
                     raise
                 raise self._named(action, cause) from cause
             if computes:
-                self._add_compute(action, begin, mark)
+                # Without the wait for what it needed, which has an event of its own.
+                begin, end = self._resumed or begin, self._mark()
+                self._clock.add(self._names[action], "compute", begin, end)
+                self._resumed = None
                 if train:
                     self._trace.count(action.kind)
         self._call_gathering(None)
@@ -333,15 +357,6 @@ class Runtime:
         elif action.kind in (ActionKind.B, ActionKind.I) and self._last_producer[action.stage] is not None:
             self._gradients[key] = stage.bwd_cache.pop(action.microbatch)
 
-    def _add_compute(self, action: Action, begin: float, mark: Mark | None) -> None:
-        """To the trace, without the wait for what it needed, which has an event of its own."""
-        if self._gpu is None or mark is None:
-            end = time.perf_counter()
-            self._trace.add(self._names[action], "compute", max(begin, self._waited_until), end)
-        else:
-            self._gpu.add(self._names[action], "compute", self._resumed or mark, self._gpu.mark())
-            self._resumed = None
-
     def clear(self) -> None:
         """Drops what a failed step left."""
         for kept in (self._arriving, self._outputs, self._gradients, self._sends):
@@ -414,16 +429,11 @@ class Runtime:
                 continue
             if handle.is_completed():
                 self._until_ended(handle)  # raises its error, if it ended with one
-            elif self._gpu is not None:
-                before = self._gpu.mark()
-                self._until_ended(handle)
-                self._resumed = self._gpu.mark()
-                self._gpu.add(f"wait {receive}", "wait", before, self._resumed)
             else:
-                begin = time.perf_counter()
+                before = self._mark()
                 self._until_ended(handle)
-                self._waited_until = time.perf_counter()
-                self._trace.add(f"wait {receive}", "wait", begin, self._waited_until)
+                self._resumed = self._mark()
+                self._clock.add(f"wait {receive}", "wait", before, self._resumed)
             if transfers.relays:  # what this rank passed on to other receivers
                 self.bytes_sent += transfers.bytes_sent(handle)
         return arrived
@@ -517,13 +527,8 @@ class Runtime:
                 flying.append(send)
                 continue
             self._until_ended(handle)
-            if self._gpu is not None:
-                self._gpu.add_transfer(self._names[action], begin, handle)
-                self.bytes_sent += transfers.bytes_sent(handle)
-                continue
-            figures = handle.figures()
-            self._trace.add(self._names[action], "transfer", begin, begin + figures["seconds"])
-            self.bytes_sent += figures["bytes_sent"]
+            self._clock.add_transfer(self._names[action], begin, handle)
+            self.bytes_sent += transfers.bytes_sent(handle)
         self._sends = flying
 
     def _transfers_of(self, action: Action) -> list[EdgeTransfers]:
