@@ -311,26 +311,12 @@ class StepFeed:
     def weight_ahead(self) -> float | None:
         """The weight that this rank adds to that of the step, by ``weight_fn``; None where it is not known.
         Ranks that have the same loss each add a part of its weight."""
-        stage, total = self._stage, 0.0
         if not self.loss.knows_weight or not self._given["target"]:
             return None
-        for values in self._given["target"]:
-            flats: list[list[Any]] = []
-            for leaf in values.leaves:
-                own = self._is_own("target", leaf)
-                value = self._here(leaf, own=own)
-                cuts = [value]
-                if "target" not in self._pieces:
-                    total_rows = 0 if leaf.dim is None else _extent(leaf, own=own)
-                    rows = sizes_of_parts(total_rows, self._microbatches)
-                    cuts = _microbatches(leaf, value, rows, None, own=own)
-                flats.append(
-                    [self._share("target", leaf, each, leaf.rows if own else None)[0] for each in cuts]
-                )
-            for flat in zip(*flats, strict=True):
-                total += self.loss.weight_of(values.rebuilt(list(flat))[0])
-        apart = [stage.mesh.shape[dim] for dim in stage.loss_dims]
-        return total * math.prod(apart) / stage.mesh.size
+        mesh = self._stage.mesh
+        parts = self._cut("target", None, None, keeps=True)
+        total = sum(self.loss.weight_of(target[0]) for target, _ in parts)
+        return total * math.prod(mesh.shape[dim] for dim in self._stage.loss_dims) / mesh.size
 
     def _digest(self, kind: str, *, own: bool) -> str:
         """A name for the samples that all ranks of the stage were given; or, own, for those that only ranks
@@ -358,10 +344,15 @@ class StepFeed:
         self.loss.targets = targets or None
 
     def _cut(
-        self, kind: str, samples: Sequence[int], order: torch.Tensor | None, *, keeps: bool
+        self, kind: str, samples: Sequence[int] | None, order: torch.Tensor | None, *, keeps: bool
     ) -> list[tuple[Any, list[Sharding]]]:
-        """This rank's part of each micro-batch, and how its tensors are laid out. order: in which the samples
-        of whole values come. keeps: values that are this rank's own samples stay here."""
+        """This rank's part of each micro-batch, and how its tensors are laid out.
+
+        Args:
+            samples: of each micro-batch; None: each value is cut by its own size.
+            order: in which the samples of whole values come.
+            keeps: values that are this rank's own samples stay here.
+        """
         found = []
         for at, values in enumerate(self._given[kind]):
             owns = [keeps and self._is_own(kind, leaf) for leaf in values.leaves]
@@ -369,18 +360,34 @@ class StepFeed:
             parts: list[Any] = [flat]  # of each micro-batch
             if kind not in self._pieces:
                 cuts = [
-                    _microbatches(leaf, value, samples, None if own else order, own=own)
+                    self._parts_of(leaf, value, None if own else samples, order)
                     for leaf, value, own in zip(values.leaves, flat, owns, strict=True)
                 ]
                 parts = list(zip(*cuts, strict=True)) or [()] * self._microbatches
             for number, part in enumerate(parts, at):
-                shares = [
-                    self._share(kind, leaf, value, samples[number] if own else None)
-                    for leaf, value, own in zip(values.leaves, part, owns, strict=True)
-                ]
+                shares = []
+                for leaf, value, own in zip(values.leaves, part, owns, strict=True):
+                    rows = None  # of the whole, where the value is this rank's own part already
+                    if own:
+                        rows = leaf.rows if samples is None else samples[number]
+                    shares.append(self._share(kind, leaf, value, rows))
                 rebuilt = values.rebuilt([local for local, _ in shares])
                 found.append((rebuilt, [each for _, each in shares if each is not None]))
         return found
+
+    def _parts_of(
+        self, leaf: Leaf, value: Any, samples: Sequence[int] | None, order: torch.Tensor | None
+    ) -> list[Any]:
+        """The part of a value in each micro-batch. samples, order: as for `_cut`."""
+        count = self._microbatches
+        if leaf.dim is None:
+            return [value] * count
+        rows, total = int(extent(value, leaf.dim)), sum(samples or ())
+        if not samples or total == 0 or rows % total:
+            return divided(value, leaf.dim, sizes_of_parts(rows, count))
+        if order is not None and rows == total:
+            value = picked(value, leaf.dim, order)
+        return divided(value, leaf.dim, [rows // total * each for each in samples])
 
     def _here(self, leaf: Leaf, *, own: bool) -> Any:
         """A value without DTensors, which only a stage of one rank takes as they are: their mesh joins
@@ -493,20 +500,6 @@ def _extent(leaf: Leaf, *, own: bool) -> int:
         assert leaf.dim is not None
         return int(leaf.value.to_local().shape[leaf.dim])
     return leaf.rows
-
-
-def _microbatches(
-    leaf: Leaf, value: Any, samples: Sequence[int], order: torch.Tensor | None, *, own: bool
-) -> list[Any]:
-    """A value cut like the samples. order: in which the samples of a whole value come."""
-    if leaf.dim is None:
-        return [value] * len(samples)
-    rows, total = int(extent(value, leaf.dim)), sum(samples)
-    if own or total == 0 or rows % total:
-        return divided(value, leaf.dim, sizes_of_parts(rows, len(samples)))
-    if order is not None and rows == total:
-        value = picked(value, leaf.dim, order)
-    return divided(value, leaf.dim, [rows // total * each for each in samples])
 
 
 def _order(rows: Sequence[Sequence[int]]) -> torch.Tensor | None:
