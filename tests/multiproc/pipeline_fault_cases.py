@@ -30,8 +30,8 @@ from torch.distributed.tensor import Partial, Shard
 BOUND = 12.0  # seconds; less than TIMEOUT, so that no rank came back because its deadline was over
 
 
-def raises(kind, *words: str, call: Callable[[], object], bound: float = BOUND) -> None:
-    """kind: the type, or several, of the error."""
+def raises(kind, *words: str, call: Callable[[], object], bound: float = BOUND) -> str:
+    """Returns the text of the error. kind: its type, or several."""
     begin = time.monotonic()
     try:
         with pytest.raises(kind) as caught:
@@ -42,6 +42,7 @@ def raises(kind, *words: str, call: Callable[[], object], bound: float = BOUND) 
     assert elapsed < bound, f"it took {elapsed:.1f} s: {caught.value}"
     for word in words:
         assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
+    return str(caught.value)
 
 
 class Fragile(nn.Module):

@@ -3,6 +3,7 @@ each on a host of its own; run by pipeline_module_cases.py."""
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -198,14 +199,14 @@ def varying_case(name: str, **options: Any):
 
 def many_shapes_one_after_the_other(_) -> None:
     """More than are kept: those not used for longest are compiled anew."""
-    import meshcast.pipelining.varying as varying
+    import meshcast.pipelining.step as step
 
     here = place(in_a_row([1, 1]))
     if here is None:
         return
     reference, module = mlp(2), mlp(2)[here.stage]
     stage = PipelineStage(module, here.stage, 2, CPU, group=here.group)
-    kept, varying._KEPT = varying._KEPT, 2
+    kept, step._KEPT = step._KEPT, 2
     try:
         schedule = Schedule1F1B(stage, 2, loss_fn=mse, timeout=TIMEOUT, varying_shapes=True)
         for rows in (2, 4, 6, 2, 4):
@@ -213,7 +214,7 @@ def many_shapes_one_after_the_other(_) -> None:
             train_alone(nn.Sequential(*reference), x, y, 2, as_torch=reference)
             schedule.step(x, target=y)
     finally:
-        varying._KEPT = kept
+        step._KEPT = kept
     assert largest_difference(module, reference[here.stage]) <= 1e-12
     assert len(schedule._wirings.transfers()) == 2 * 2
 
@@ -239,7 +240,8 @@ def a_shape_that_a_stage_cannot_take(_) -> None:
         schedule.step(x, target=x)
 
     step(3)
-    raises((LayoutError, AbortedError), "stage 1", "too long", call=lambda: step(5))
+    text = raises((LayoutError, AbortedError), "stage 1", "too long", call=lambda: step(5))
+    assert re.match(r"(pipeline on )?rank [12]\b", text), f"one that has stage 1 is to blame: {text}"
     step(3)
     step(4)
 

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a pipeline outside the data path: JSON in the store of their process group.
+"""Messages between the ranks of a pipeline outside the data path, in the store of their process group.
 
 But for `agree`, nothing is a collective: a rank publishes without waiting, and reads with a deadline that
 names who is missing. A rank that found an error publishes that instead, so that the others raise at once.
@@ -6,12 +6,11 @@ names who is missing. A rank that found an error publishes that instead, so that
 
 from __future__ import annotations
 
-import json
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -19,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from meshcast import _C
 from meshcast.base import forks
 from meshcast.base.observe import Flight, Members
+from meshcast.base.wire import pack, unpack
 from meshcast.errors import AbortedError, Caller, DeadlineExceededError, MeshcastError, PeerLostError
 from meshcast.groups.network import Network, interfaces
 from meshcast.groups.parent import StoreConnection
@@ -32,6 +32,7 @@ _TOLD = 5.0  # seconds in which a refusal of a constructor reaches the store, on
 _LOOK = 0.25  # seconds between two looks at what may end a wait
 _OVER = "over"  # topic of why a conversation is: a rank was lost, or refused to take part in it
 _GRACE = 0.7  # seconds that the store is given beyond a limit, and to take a failure: Ctrl-C raises in one
+_FAILED = "!"  # begins a message that is an error; no packed value begins so
 
 
 class _Talks:
@@ -79,6 +80,14 @@ class Refused(Exception):  # noqa: N818  no error of its own: it never leaves th
         self.error = error
 
 
+class _Over(NamedTuple):
+    """The end of a conversation. attempt: of a rank that refused to take part; None for one that was lost."""
+
+    peer: int
+    error: str
+    attempt: int | None
+
+
 class _Settled(Exception):  # noqa: N818  no error: it ends the wait for the other ranks
     """An agreement has its answer before all ranks have come to it."""
 
@@ -94,14 +103,15 @@ class PipelineBoard:
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         if not dist.is_initialized():
-            raise MeshcastError(
-                "pipeline: no process group; call torch.distributed.init_process_group first", op="pipeline"
+            raise Caller("pipeline").error(
+                MeshcastError, "no process group; call torch.distributed.init_process_group first"
             )
         key: Any = dist.group.WORLD if group is None else group
         forks.check_group(key, "pipeline")
         self._born = forks.count
         self.ranks = sorted(dist.get_process_group_ranks(key))
         self.rank = dist.get_rank()
+        self._caller = Caller("pipeline", self.rank)
         self.timeout = timeout
         self.agreements = 0  # how many this rank has entered, or refused
         self._past: list[str] = []  # those that other ranks may still read
@@ -137,7 +147,7 @@ class PipelineBoard:
         conversation.say("here", self._network.offer())
         # A rank in its first attempt is past none.
         over = conversation.verdict(_OVER) if self._attempt else ""
-        return conversation, json.loads(over)["attempt"] if over else None
+        return conversation, unpack(_Over, over).attempt if over else None
 
     def _ask(self, call: Callable[[], _T], seconds: float, what: str) -> _T:
         """call(), which uses the store and ends by itself within so many seconds where that answers."""
@@ -162,17 +172,13 @@ class PipelineBoard:
                 return
             text = f"rank {self.rank} lost rank {lost[0]}: {lost[1]}"
             over = self._end(lost[0], text, None)
-        said = json.loads(over)
-        kind, text = AbortedError, said["error"]
-        if said["attempt"] is None:
-            kind, text = PeerLostError, f"rank {self.rank}: {text}. Look at that rank's own output first."
-        raise kind(text, rank=self.rank, peer=said["peer"], op="pipeline", phase="agree")
+        peer, error, attempt = unpack(_Over, over)
+        if attempt is None:
+            error = f"rank {self.rank}: {error}. Look at that rank's own output first."
+        raise (PeerLostError if attempt is None else AbortedError)(error, peer=peer, phase="agree")
 
     def _end(self, peer: int, error: str, attempt: int | None) -> str:
-        """attempt: of a rank that refused to take part; None for one that was lost."""
-        return self._conversation.verdict(
-            _OVER, json.dumps({"peer": peer, "error": error, "attempt": attempt})
-        )
+        return self._conversation.verdict(_OVER, pack(_Over(peer, error, attempt)))
 
     @property
     def opened(self) -> int:
@@ -194,74 +200,75 @@ class PipelineBoard:
         """Raises AbortedError in a forked child, which has no part in it."""
         forks.check(self._born, "pipeline")
 
-    def publish(self, topic: str, value: dict[str, Any]) -> None:
-        self._published.add(topic)
-        self._ask(lambda: self._say(topic, value), self.timeout, f"telling {topic!r}")
+    def text_of(self, error: BaseException) -> str:
+        """The text of an error of this rank, named as one of the pipeline, for all ranks."""
+        if isinstance(error, Refused):
+            error = error.error
+        if isinstance(error, MeshcastError):
+            self._caller.name(error)
+            return str(error)
+        return f"{self._caller}: {error}" if str(error) else f"{self._caller}: {type(error).__name__}"
 
-    def _say(self, topic: str, value: dict[str, Any]) -> None:
-        self._conversation.say(topic, json.dumps(value))
+    def publish(self, topic: str, value: Any) -> None:
+        """value: of a class that `pack` knows, or a dict of what JSON can hold."""
+        self._published.add(topic)
+        self._ask(lambda: self._conversation.say(topic, _packed(value)), self.timeout, f"telling {topic!r}")
 
     def fail(self, topic: str, message: str, *, agreement: bool = False) -> None:
-        """Says under `topic` that this rank has only an error. What it published there before stays. Where
-        the store does not answer, nobody hears it: the error itself is what the caller is to see.
+        """Says under `topic` that this rank has only an error. What it published there before stays.
 
         agreement: it is one, which this rank has not entered, and fails on all ranks."""
         if topic in self._published or self._silent:
             return
+        self._tell(topic, _FAILED + message, _FAILED + message if agreement else "")
+
+    def _tell(self, topic: str, value: str, answer: str) -> None:
+        """Publishes a value, and the answer of an agreement, without waiting for other ranks. Where the store
+        does not answer, nobody gets them: the error of this rank is what the caller is to see."""
         self._published.add(topic)
 
         def tell() -> None:
-            if agreement:
-                self._settle(topic, {"error": message})
-            self._say(topic, {"error": message})
+            if answer:
+                self._settle(topic, answer)
+            if value:
+                self._conversation.say(topic, value)
 
         with suppress(MeshcastError):
             self._ask(tell, 0.0, f"telling {topic!r}")
 
-    def agree(
-        self, topic: str, value: dict[str, Any], decide: Callable[[dict[int, Any]], dict[str, Any]]
-    ) -> dict[str, Any]:
+    def agree(self, topic: str, value: Any, decide: Callable[[dict[int, Any]], _T], kind: Any = Any) -> _T:
         """Every rank gives a value; the first one makes an answer of all, by rank, which all return.
 
-        Three messages a rank, whatever the number of ranks. An answer {"error": text}, by ``decide``, by
-        `fail` or by a rank that is interrupted here, is raised as AbortedError. A rank that refuses
-        (`refuse`) makes the answer before the others have come.
+        Three messages a rank, whatever the number of ranks. The error of `fail`, or of a rank that is
+        interrupted here, is raised as AbortedError. A rank that refuses (`refuse`) makes the answer before
+        the others have come.
+
+        Args:
+            value: as for `publish`.
+            kind: the class of the answer, unless it is a dict.
         """
         flight = self._flight(topic)
         try:
-            answer = self._ask(
-                lambda: self._answer(topic, value, decide), self.timeout, f"agreeing on {topic!r}"
+            answer: _T = self._ask(
+                lambda: unpack(kind, self._answer(topic, value, decide)),
+                self.timeout,
+                f"agreeing on {topic!r}",
             )
-            if "error" in answer:
-                raise AbortedError(answer["error"], rank=self.rank, op="pipeline", phase="agree")
         except BaseException as error:
             flight.failed(error)
             if not isinstance(error, MeshcastError):  # of a handler of a signal
-                text = f"rank {self.rank}: {type(error).__name__}"
-                with suppress(MeshcastError):
-                    self._ask(lambda: self._settle(topic, {"error": text}), 0.0, f"telling {topic!r}")
+                self._tell(topic, "", f"{_FAILED}rank {self.rank}: {type(error).__name__}")
             raise
         flight.ended()
         return answer
 
     def refuse(
-        self,
-        topic: str,
-        value: dict[str, Any],
-        decide: Callable[[dict[int, Any]], dict[str, Any]],
-        error: BaseException,
+        self, topic: str, value: Any, decide: Callable[[dict[int, Any]], Any], error: BaseException
     ) -> None:
         """Takes part in an agreement with a value that decides it, and does not wait for the other ranks:
         they get what `decide` makes of this value alone when they come. error: why, for the record."""
         self._flight(topic).failed(error)
-        self._published.add(topic)
-
-        def tell() -> None:
-            self._say(topic, value)
-            self._settle(topic, decide({self.rank: value}))
-
-        with suppress(MeshcastError):  # the refusal is what the caller is to see
-            self._ask(tell, 0.0, f"telling {topic!r}")
+        self._tell(topic, _packed(value), _packed(decide({self.rank: value})))
 
     def _flight(self, topic: str) -> Flight:
         flight = Flight("pipeline", self._members, self.rank, topic, 0, self.agreements)
@@ -269,38 +276,37 @@ class PipelineBoard:
         self._past.append(topic)
         return flight
 
-    def _settle(self, topic: str, answer: dict[str, Any]) -> dict[str, Any]:
+    def _settle(self, topic: str, answer: str) -> str:
         """The answer that counts: this one, or one given before."""
-        return dict(json.loads(self._conversation.verdict(f"{topic}/answer", json.dumps(answer))))
+        return self._conversation.verdict(f"{topic}/answer", answer)
 
-    def _answer(
-        self, topic: str, value: dict[str, Any], decide: Callable[[dict[int, Any]], dict[str, Any]]
-    ) -> dict[str, Any]:
+    def _answer(self, topic: str, value: Any, decide: Callable[[dict[int, Any]], Any]) -> str:
         begin = time.monotonic()
         deadline = begin + self.timeout
         self._published.add(topic)
-        self._say(topic, value)
+        self._conversation.say(topic, _packed(value))
         if self.rank == self.ranks[0]:
-            return self._settle(topic, self._decided(topic, deadline, decide))
-        answer = self._conversation.await_verdict(f"{topic}/answer", deadline, self._look, _LOOK)
+            answer = self._settle(topic, self._decided(topic, deadline, type(value), decide))
+        else:
+            answer = self._conversation.await_verdict(f"{topic}/answer", deadline, self._look, _LOOK)
         if not answer:
             missing = self._conversation.silent(topic, self.ranks) or self.ranks[:1]  # it has not decided
             raise DeadlineExceededError(
                 self._late(topic).replace("{missing}", str(missing)),
-                rank=self.rank,
                 peer=missing[0],
-                op="pipeline",
                 phase="agree",
                 elapsed=time.monotonic() - begin,
                 limit=self.timeout,
             )
-        return dict(json.loads(answer))
+        if answer.startswith(_FAILED):
+            raise AbortedError(answer.removeprefix(_FAILED), phase="agree")
+        return answer
 
     def _decided(
-        self, topic: str, deadline: float, decide: Callable[[dict[int, Any]], dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Returns the decision on the values of all ranks; {} where there is an answer before that: other
-        ranks may then never come."""
+        self, topic: str, deadline: float, kind: type, decide: Callable[[dict[int, Any]], Any]
+    ) -> str:
+        """Returns the decision on the values of all ranks; any text where there is an answer before that:
+        other ranks may then never come."""
 
         def check() -> None:
             if self._conversation.verdict(f"{topic}/answer"):
@@ -310,10 +316,9 @@ class PipelineBoard:
         try:
             said = self._hear(topic, self.ranks, deadline, check)
         except _Settled:
-            return {}
-        values = {rank: json.loads(text) for rank, text in said.items()}
-        failed = next((value for value in values.values() if "error" in value), None)
-        return {"error": failed["error"]} if failed else decide(values)
+            return _FAILED
+        failed = next((text for text in said.values() if text.startswith(_FAILED)), None)
+        return failed or _packed(decide({rank: unpack(_hint(kind), text) for rank, text in said.items()}))
 
     def forget_past(self) -> None:
         """Deletes what agreements before the last one have left in the store. Only after one that all ranks
@@ -332,32 +337,33 @@ class PipelineBoard:
 
         self._ask(forget, self.timeout, f"forgetting {topic!r}")
 
-    def collect(self, topic: str, ranks: Iterable[int] | None = None) -> dict[int, dict[str, Any]]:
-        """Returns what `ranks` (all by default) published. Raises AbortedError with the message of a rank
-        that failed, in rank order, and DeadlineExceededError naming the ranks that said nothing."""
+    def collect(self, topic: str, kind: type[_T], ranks: Iterable[int] | None = None) -> dict[int, _T]:
+        """Returns what `ranks` (all by default) published, of this class. Raises AbortedError with the
+        message of a rank that failed, in rank order, and DeadlineExceededError naming the ranks that said
+        nothing."""
         wanted = self.ranks if ranks is None else sorted(ranks)
-        return self._ask(lambda: self._collect(topic, wanted), self.timeout, f"reading {topic!r}")
+        said = self._ask(lambda: self._collect(topic, wanted), self.timeout, f"reading {topic!r}")
+        return {rank: unpack(kind, text) for rank, text in said.items()}
 
-    def _collect(self, topic: str, wanted: list[int]) -> dict[int, dict[str, Any]]:
+    def _collect(self, topic: str, wanted: list[int]) -> dict[int, str]:
         deadline = time.monotonic() + self.timeout
         if wanted == self.ranks and not self._has_met:
             self._known.add(self._hear("here", self.ranks, deadline, late=topic))
             self._has_met = True
 
-        def value(rank: int, text: str) -> dict[str, Any]:
-            said = dict(json.loads(text))
-            if "error" in said and rank != self.rank:
-                raise AbortedError(said["error"], rank=self.rank, peer=rank, op="pipeline", phase="agree")
-            return said
+        def check_failed(rank: int, text: str | None) -> None:
+            if text is not None and text.startswith(_FAILED) and rank != self.rank:
+                raise AbortedError(text.removeprefix(_FAILED), peer=rank, phase="agree")
 
         def check() -> None:  # the other ranks may be waiting for one that failed
             for rank in wanted:
-                if (text := self._conversation.heard(topic, rank)) is not None:
-                    value(rank, text)
+                check_failed(rank, self._conversation.heard(topic, rank))
             self._look()
 
         said = self._hear(topic, wanted, deadline, check)
-        return {rank: value(rank, text) for rank, text in said.items()}
+        for rank, text in said.items():
+            check_failed(rank, text)
+        return said
 
     def _hear(
         self,
@@ -381,6 +387,14 @@ class PipelineBoard:
         )
 
 
+def _hint(kind: type) -> Any:
+    return Any if kind in (dict, list) else kind
+
+
+def _packed(value: Any) -> str:
+    return pack(value, _hint(type(value)))
+
+
 @contextmanager
 def refusals_told(group: Any, index: int | None = None) -> Iterator[None]:
     """While a stage or a schedule is made: what this rank refuses is what the others read in the conversation
@@ -395,7 +409,8 @@ def refusals_told(group: Any, index: int | None = None) -> Iterator[None]:
     except Exception as cause:
         error = cause
         if not _is_of_python(cause):
-            error = Caller("PipelineStage", dist.get_rank() if dist.is_initialized() else None).typed(cause)
+            op = "pipeline" if index is None else "PipelineStage"
+            error = Caller(op, dist.get_rank() if dist.is_initialized() else None).typed(cause)
         if told:
             with suppress(Exception):  # the refusal is what the caller is to see
                 PipelineBoard(group, _TOLD).end(str(error))

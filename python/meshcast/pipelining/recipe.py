@@ -13,10 +13,14 @@ validated. What must be true of a lowered schedule before it may run:
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
+
+from torch.distributed.pipelining.schedules import REDUCE_GRAD
 
 from ..base.checks import typed_arguments
 from ..errors import LayoutError
@@ -35,6 +39,7 @@ from .action import (
     lower,
     stage_ranks,
 )
+from .compat import actions_of, fused_pairs
 from .orders import forward_only, spec_of
 from .simulate import (
     AutoWarmup,
@@ -46,7 +51,7 @@ from .simulate import (
     simulate_actions,
 )
 
-__all__ = ["Recipe", "validate"]
+__all__ = ["GivenOrder", "Recipe", "validate"]
 
 
 _SEND_MODELS: tuple[SendModel, ...] = ("buffered", "rendezvous")
@@ -159,67 +164,42 @@ class _Check:
             )
 
     def transfers(self, links: Sequence[Link], microbatches: int, forward_only: bool) -> None:
+        """A send follows what makes its value, a receive precedes what uses it. Inside a rank the consumer
+        comes after the producer; backward the other way round."""
         expected: set[Action] = set()
-        ranks = stage_ranks(self.actions)
-        crossed = crossing(links, ranks)
-        for source, target in links:
+        crossed = set(crossing(links, stage_ranks(self.actions)))
+        for (source, target), microbatch in itertools.product(sorted(links), range(microbatches)):
+            made, used = (Action(stage, ActionKind.F, microbatch) for stage in (source, target))
+            back, last = (self.backward_of(stage, microbatch) for stage in (target, source))
             if (source, target) not in crossed:
-                self.handed_over(source, target, microbatches, forward_only)
-        for source, target in crossed:
-            for microbatch in range(microbatches):
-                expected.add(Action(source, ActionKind.SEND_F, microbatch, target))
+                self.before(made, used, "a forward uses what its producer made")
                 if not forward_only:
-                    expected.add(Action(target, ActionKind.SEND_B, microbatch, source))
-        for send in sorted(expected, key=str):
-            for end, other in ((send, send.matching()), (send.matching(), send)):
-                if end not in self.at:
-                    if other in self.at:
-                        self.fail(f"{other} has no other end, {end} is missing", self.at[other])
-                    raise ScheduleError(
-                        f"invalid schedule: {send} and {send.matching()} (stages {send.stage} and "
-                        f"{send.peer}, micro-batch "
-                        f"{send.microbatch}) are missing\n{format_grid(self.actions)}"
-                    )
-            self.neighbours(send)
+                    self.before(back, last, "a backward uses the gradient of its consumer")
+                continue
+            sends = [(Action(source, ActionKind.SEND_F, microbatch, target), made, used, "value", "forward")]
+            if not forward_only:
+                send = Action(target, ActionKind.SEND_B, microbatch, source)
+                sends.append((send, back, last, "gradient", "backward"))
+            for send, maker, user, value, use in sends:
+                expected.add(send)
+                self.both_ends(send)
+                self.before(maker, send, f"a {value} is sent once it exists")
+                self.before(send.matching(), user, f"a {use} uses what was received")
         for action, cell in self.at.items():
-            if (
-                not action.kind.is_compute
-                and (action if action.kind.is_send else action.matching()) not in expected
-            ):
+            send = action.matching() if action.kind.is_recv else action
+            if not action.kind.is_compute and send not in expected:
                 self.fail(f"{action} belongs to no link; links are {sorted(links)}", cell)
 
-    def handed_over(self, source: int, target: int, microbatches: int, forward_only: bool) -> None:
-        """A link inside a rank: the consumer after the producer, backward the other way round."""
-        for microbatch in range(microbatches):
-            self.before(
-                Action(source, ActionKind.F, microbatch),
-                Action(target, ActionKind.F, microbatch),
-                "a forward uses what its producer made",
+    def both_ends(self, send: Action) -> None:
+        for end, other in ((send, send.matching()), (send.matching(), send)):
+            if end in self.at:
+                continue
+            if other in self.at:
+                self.fail(f"{other} has no other end, {end} is missing", self.at[other])
+            raise ScheduleError(
+                f"invalid schedule: {send} and {send.matching()} (stages {send.stage} and {send.peer}, "
+                f"micro-batch {send.microbatch}) are missing\n{format_grid(self.actions)}"
             )
-            if not forward_only:
-                self.before(
-                    self.backward_of(target, microbatch),
-                    self.backward_of(source, microbatch),
-                    "a backward uses the gradient of its consumer",
-                )
-
-    def neighbours(self, send: Action) -> None:
-        """A send follows what makes its value, a receive precedes what uses it."""
-        receive = send.matching()
-        if send.kind is ActionKind.SEND_F:
-            self.before(
-                Action(send.stage, ActionKind.F, send.microbatch), send, "a value is sent once it exists"
-            )
-            self.before(
-                receive,
-                Action(receive.stage, ActionKind.F, receive.microbatch),
-                "a forward uses what was received",
-            )
-            return
-        self.before(self.backward_of(send.stage, send.microbatch), send, "a gradient is sent once it exists")
-        self.before(
-            receive, self.backward_of(receive.stage, receive.microbatch), "a backward uses what was received"
-        )
 
     def backward_of(self, stage: int, microbatch: int) -> Action:
         whole = Action(stage, ActionKind.B, microbatch)
@@ -277,7 +257,7 @@ class Recipe:
         elif self.warmup is not None or self.budget is not None:
             self._built(None)
 
-    def check_placement(self, rows: Sequence[Sequence[int]], rank: int) -> None:
+    def check_placement(self, rows: Sequence[Sequence[int]]) -> None:
         """Raises LayoutError, the same on every rank, if the stages are not where the schedule runs them.
         rows: the stages of each set of ranks."""
         wanted: list[list[int]] = [[] for _ in rows]
@@ -286,9 +266,7 @@ class Recipe:
         if sorted(wanted) != sorted(map(list, rows)):
             raise LayoutError(
                 f"{self.name} runs stages {wanted} together on {len(wanted)} sets of ranks, "
-                f"found stages {rows}",
-                rank=rank,
-                op="pipeline",
+                f"found stages {rows}"
             )
 
     def lowered(self, rows: int, *, train: bool) -> Actions:
@@ -326,3 +304,65 @@ class Recipe:
 
     def _costs(self, **times: Any) -> Costs:
         return Costs.of(self.stages, **{**_NOMINAL_TIMES, **self.times, **times})
+
+
+class GivenOrder:
+    """Actions that were given as torch's, in place of those that are built for a schedule's name.
+
+    order: those of each of torch's ranks. lowered: with their transfers.
+    """
+
+    def __init__(self, order: dict[int, list[Any]], lowered: bool) -> None:
+        self.order, self.lowered = order, lowered
+        self.pairs = fused_pairs(order)
+        actions = actions_of(order)
+        text = str(sorted((rank, list(map(str, row))) for rank, row in actions.items()))
+        self.digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        self._rows = [row for row in actions.values() if row]
+
+    @staticmethod
+    def of(schedule: Any) -> GivenOrder | None:
+        """The order that ``_load_csv`` or ``_prepare_schedule_with_comms`` got last, else ``pipeline_order``,
+        else ``pipeline_order_with_comms``. None where the schedule runs what is built by its name."""
+        prepared, order = schedule._given_order, schedule.pipeline_order
+        if prepared is None and schedule.name is not None and order is schedule._built_order:
+            return None
+        given = prepared or (order, False)
+        if not given[0]:
+            given = getattr(schedule, "pipeline_order_with_comms", None), True
+        if not given[0]:
+            raise LayoutError(
+                f"{type(schedule).__name__} has no actions: give it a pipeline_order, or load a file"
+            )
+        return GivenOrder(*given)
+
+    def rows(self, row_of: Callable[[int], int]) -> Actions:
+        """By row of the schedule. row_of: a stage."""
+        return dict(sorted((row_of(row[0].stage), row) for row in self._rows))
+
+    def row_of(self, stages: set[int]) -> list[Any]:
+        """torch's actions of the rank that has these stages."""
+        return next(row for row in self.order.values() if any(a and a.stage_index in stages for a in row))
+
+    def reduced(self, stages: Iterable[int]) -> list[int]:
+        """The stages whose gradients are scaled: an order that holds its transfers says which."""
+        told = {
+            each.stage_index
+            for row in self.order.values()
+            for each in row
+            if each is not None and each.computation_type == REDUCE_GRAD
+        }
+        return [stage for stage in stages if not self.lowered or stage in told]
+
+    def side_by_side(self, row: list[Action]) -> list[Action]:
+        """A lowered row with the parts of each fused action next to each other: receives between them come
+        before, sends behind."""
+        for _, parts in self.pairs.values():
+            if parts[0] not in row:
+                continue
+            first, last = row.index(parts[0]), row.index(parts[-1])
+            between = [each for each in row[first : last + 1] if each not in parts]
+            receives = [each for each in between if each.kind.is_recv]
+            sends = [each for each in between if not each.kind.is_recv]
+            row = [*row[:first], *receives, *parts, *sends, *row[last + 1 :]]
+        return row

@@ -15,22 +15,25 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from ..base.checks import typed_arguments
 from ..errors import LayoutError, MeshcastError
 from ..transfers.handle import Handle
 from .action import Action, ActionKind, Link
-from .compat import windows
+from .compat import Gathering, parts_of, torch_action, windows, with_gathering
 from .inference import Way, as_tuple, local_values
-from .stage import PipelineStage
-from .step import Arriving, Functions
-from .trace import GpuClock, Mark, Trace
-from .wiring import Arrival, EdgeTransfers, StageValue, Wiring
+from .recipe import GivenOrder
+from .table import RankStage
+from .trace import GpuClock, Trace
+from .wiring import Arrival, EdgeTransfers, Wiring, as_input
 
-__all__ = ["Feed", "Runtime", "microbatch_seed", "random_state"]
+__all__ = ["Feed", "Functions", "Runtime", "functions_for", "functions_of", "microbatch_seed", "random_state"]
 
 
 @typed_arguments()
@@ -55,7 +58,7 @@ def microbatch_seed(seed: int, step: int, stage: int, microbatch: int, part: int
 
 
 @contextmanager
-def random_state(seed: tuple[int, int], stage: PipelineStage, microbatch: int) -> Iterator[None]:
+def random_state(seed: tuple[int, int], stage: RankStage, microbatch: int) -> Iterator[None]:
     """Sets the random state of one forward; afterwards the process has its previous one again. For a stage
     on a GPU, this includes the random state of the GPU.
 
@@ -94,6 +97,62 @@ class Feed(Protocol):
 
     keep_outputs: bool
 
+    @property
+    def targets(self) -> Sequence[Any] | None:
+        """Local targets of the last stage, by micro-batch; None without any."""
+
+
+class Arriving:
+    """The values that a function of the user waits for first; torch has works of torch.distributed there."""
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self.wait = settle
+
+
+@dataclass(slots=True)
+class Functions:
+    """The functions of a step.
+
+    fused: of the first of the actions that run as one: the function, and all of them. inside: all of those.
+    forward_arriving, backward_arriving: by stage and micro-batch. gathering: by the action before which they
+    are called, those for UNSHARD and RESHARD, with torch's action; under None those behind the last action.
+    """
+
+    by_kind: dict[ActionKind, Callable[[Action], None]] = field(default_factory=dict)
+    fused: dict[Action, tuple[Callable[[], None], list[Action]]] = field(default_factory=dict)
+    inside: frozenset[Action] = frozenset()
+    forward_arriving: dict[tuple[int, int], list[Arriving]] = field(default_factory=dict)
+    backward_arriving: dict[tuple[int, int], list[Arriving]] = field(default_factory=dict)
+
+    gathering: dict[Action | None, list[tuple[Any, Callable[[], None]]]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.by_kind or self.fused or self.gathering)
+
+
+class HostClock:
+    """The spans of one step on the CPU, until they are read, by the interface of `GpuClock`."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[Action, float, float]] = []
+
+    def begin_step(self) -> None:
+        self._spans.clear()
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def add(self, action: Action, begin: float, end: float) -> None:
+        self._spans.append((action, begin, end))
+
+    def add_transfer(self, send: Action, begin: float, handle: Handle[Any]) -> None:
+        """Adds a send that has completed."""
+        self.add(send, begin, begin + handle.figures()["seconds"])
+
+    def read_into(self, trace: Trace) -> None:
+        trace.events += self._spans
+        self._spans.clear()
+
 
 class Owner(Protocol):
     """The schedule, as torch's runtime and functions of the user call it."""
@@ -117,7 +176,7 @@ class Runtime:
     def __init__(
         self,
         owner: Owner,
-        stages: Mapping[int, PipelineStage],
+        stages: Mapping[int, RankStage],
         wiring: Wiring,
         timeout: float,
         *,
@@ -127,8 +186,7 @@ class Runtime:
     ) -> None:
         self._owner = owner
         self._stages = stages
-        self._rank = next(iter(stages.values())).rank
-        self._local = {link for link in wiring.links if wiring.is_local(link)}
+        self._local = {link for link in wiring.links if stages.keys() >= set(link)}
         self._timeout = timeout
         self._outstanding = outstanding if overlap else 0
         self._max_active_stages = max_active_stages
@@ -160,17 +218,16 @@ class Runtime:
         self._seed: tuple[int, int] | None = None
         self._trace = Trace()
         device = next(iter(stages.values())).device
-        self._gpu = GpuClock(device) if device.type == "cuda" else None
-        self._resumed: Mark | None = None  # on a GPU, behind the last value that compute waited for
+        self._clock = GpuClock(device) if device.type == "cuda" else HostClock()
+        self._mark: Callable[[], Any] = self._clock.mark
+        self._resumed: Any = None  # a mark behind the last value that the current action waited for
         self.bytes_sent = 0  # of all steps
-        self._waited_until = 0.0  # when this thread last had to wait for a value
         self._raised: BaseException | None = None  # by a handler of a signal, in a wait
 
     @property
     def trace(self) -> Trace:
         """The trace of the last step. On a GPU, reading it blocks until the step is complete there."""
-        if self._gpu is not None:
-            self._gpu.read_into(self._trace)
+        self._clock.read_into(self._trace)
         return self._trace
 
     def _farthest(self, links: Sequence[Link], end: int) -> int | None:
@@ -199,8 +256,7 @@ class Runtime:
         for index, stage in self._stages.items():
             stage.ways = [wiring.ways[index] for wiring in wirings]
         self._trace = Trace()
-        if self._gpu is not None:
-            self._gpu.begin_step()
+        self._clock.begin_step()
         if actions is not self._row:
             self._row = actions
             self._to_free = self._stages_to_free(actions)
@@ -209,8 +265,7 @@ class Runtime:
             for index in self._to_free.get(action, ()) if self._to_free else ():
                 self._stages[index].free_parameters()
             computes = action.kind in _NAMES
-            begin = time.perf_counter()
-            mark = self._gpu.mark() if computes and self._gpu is not None else None
+            begin: Any = self._mark() if computes else None
             try:
                 if self._functions:
                     self._run_custom(action)
@@ -221,7 +276,10 @@ class Runtime:
                     raise
                 raise self._named(action, cause) from cause
             if computes:
-                self._add_compute(action, begin, mark)
+                # Without the wait for what it needed, which has an event of its own.
+                begin, end = self._resumed or begin, self._mark()
+                self._clock.add(action, begin, end)
+                self._resumed = None
                 if train:
                     self._trace.count(action.kind)
         self._call_gathering(None)
@@ -266,27 +324,25 @@ class Runtime:
                 run()
             except Exception as cause:
                 raise MeshcastError(
-                    f"rank {self._rank}: the function for {action} raised {type(cause).__name__}: {cause}",
-                    rank=self._rank,
-                    op="pipeline",
+                    f"the function for {action} raised {type(cause).__name__}: {cause}"
                 ) from cause
 
     def _settle_for(self, action: Action) -> None:
         """A function of the user waits for what comes from other ranks, and passes on by itself what stays on
         this one."""
-        stage, key = self._stages[action.stage], (action.stage, action.microbatch)
+        stage = self._stages[action.stage]
         if action.kind is ActionKind.F and not stage.is_first:
-            if all(link in self._local for link in self._producers[action.stage]):
-                self._take_inputs(stage, action)
-            else:
-                wait = Arriving(lambda: self._take_inputs(stage, action))
-                self._functions.forward_arriving[key] = [wait]
+            take, links = self._take_inputs, self._producers[action.stage]
+            arriving = self._functions.forward_arriving
         elif action.kind in (ActionKind.B, ActionKind.I) and not stage.is_last:
-            if all(link in self._local for link in self._consumers[action.stage]):
-                self._take_gradients(stage, action)
-            else:
-                wait = Arriving(lambda: self._take_gradients(stage, action))
-                self._functions.backward_arriving[key] = [wait]
+            take, links = self._take_gradients, self._consumers[action.stage]
+            arriving = self._functions.backward_arriving
+        else:
+            return
+        if self._local.issuperset(links):
+            take(stage, action)
+        else:
+            arriving[action.stage, action.microbatch] = [Arriving(lambda: take(stage, action))]
 
     def _computed(self, action: Action) -> None:
         """Behind a function of the user."""
@@ -300,15 +356,6 @@ class Runtime:
         elif action.kind in (ActionKind.B, ActionKind.I) and self._last_producer[action.stage] is not None:
             self._gradients[key] = stage.bwd_cache.pop(action.microbatch)
 
-    def _add_compute(self, action: Action, begin: float, mark: Mark | None) -> None:
-        """To the trace, without the wait for what it needed, which has an event of its own."""
-        if self._gpu is None or mark is None:
-            end = time.perf_counter()
-            self._trace.add(action, max(begin, self._waited_until), end)
-        else:
-            self._gpu.add(action, self._resumed or mark, self._gpu.mark())
-            self._resumed = None
-
     def clear(self) -> None:
         """Drops what a failed step left."""
         for kept in (self._arriving, self._outputs, self._gradients, self._sends):
@@ -318,14 +365,12 @@ class Runtime:
 
     def _named(self, action: Action, cause: Exception) -> Exception:
         what = _NAMES.get(action.kind, str(action))
-        where = f"rank {self._rank}: stage {action.stage}, {what} of micro-batch {action.microbatch}"
+        where = f"stage {action.stage}, {what} of micro-batch {action.microbatch}"
         if isinstance(cause, LayoutError):
-            return LayoutError(f"{where}: {cause}", rank=self._rank, op="pipeline")
+            return LayoutError(f"{where}: {cause}")
         if isinstance(cause, MeshcastError):
             return cause
-        return MeshcastError(
-            f"{where} raised {type(cause).__name__}: {cause}", rank=self._rank, op="pipeline"
-        )
+        return MeshcastError(f"{where} raised {type(cause).__name__}: {cause}")
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = self._stages[action.stage], action.microbatch
@@ -342,10 +387,7 @@ class Runtime:
         if stage.is_last:
             self._owner._maybe_compute_loss(stage, output, None, microbatch)
             return
-        values = [
-            local_values(value.detach())
-            for value in as_tuple(output, f"rank {self._rank}, stage {action.stage}")
-        ]
+        values = [local_values(value.detach()) for value in as_tuple(output, f"stage {action.stage}")]
         _check_outputs(values, way)
         for link in self._consumers[action.stage]:
             if link in self._local:
@@ -357,11 +399,11 @@ class Runtime:
         if self._last_consumer[action.stage] is not None:
             self._outputs[action.stage, microbatch] = values
 
-    def _take_inputs(self, stage: PipelineStage, action: Action) -> None:
+    def _take_inputs(self, stage: RankStage, action: Action) -> None:
         if not stage.has_inputs(action.microbatch):  # else a function of the user has passed them on
             stage.receive(action.microbatch, self._arrived_inputs(stage, action))
 
-    def _arrived_inputs(self, stage: PipelineStage, action: Action) -> list[Any]:
+    def _arrived_inputs(self, stage: RankStage, action: Action) -> list[Any]:
         wiring = self._wirings[action.microbatch]
         values = wiring.inputs[action.stage]
         inputs: list[Any] = [None] * len(values)
@@ -370,19 +412,10 @@ class Runtime:
             for transfers, buffers in zip(wiring.forward[link], arrived, strict=True):
                 for delivery, buffer in zip(transfers.deliveries, buffers, strict=True):
                     for index in delivery.inputs[action.stage]:
-                        inputs[index] = self._input(stage, index, buffer, values[index])
+                        # Several inputs may have come as one tensor: each has its own gradient.
+                        tensor = as_input(stage, index, buffer.detach(), values[index])
+                        inputs[index] = tensor.requires_grad_(self._train and values[index].requires_grad)
         return inputs
-
-    def _input(
-        self, stage: PipelineStage, index: int, buffer: torch.Tensor, value: StageValue
-    ) -> torch.Tensor:
-        # Several inputs may have come as one tensor: each has its own gradient.
-        tensor = buffer.detach()
-        if stage.use_dtensor:
-            tensor = stage.wrap(tensor, stage.input_placements[index], value.shape)
-        elif value.sent is not None:
-            tensor = stage.as_before(tensor, value.sent)
-        return tensor.requires_grad_(self._train and value.requires_grad)
 
     def _wait(self, receive: Action) -> list[list[torch.Tensor]]:
         """The tensors of each edge."""
@@ -395,16 +428,11 @@ class Runtime:
                 continue
             if handle.is_completed():
                 self._until_ended(handle)  # raises its error, if it ended with one
-            elif self._gpu is not None:
-                before = self._gpu.mark()
-                self._until_ended(handle)
-                self._resumed = self._gpu.mark()
-                self._gpu.add(receive, before, self._resumed)
             else:
-                begin = time.perf_counter()
+                before = self._mark()
                 self._until_ended(handle)
-                self._waited_until = time.perf_counter()
-                self._trace.add(receive, begin, self._waited_until)
+                self._resumed = self._mark()
+                self._clock.add(receive, before, self._resumed)
             if transfers.relays:  # what this rank passed on to other receivers
                 self.bytes_sent += transfers.bytes_sent(handle)
         return arrived
@@ -454,7 +482,7 @@ class Runtime:
     def _backward_weights(self, action: Action) -> None:
         self._stages[action.stage].backward_weight_one_chunk(action.microbatch)
 
-    def _take_gradients(self, stage: PipelineStage, action: Action) -> None:
+    def _take_gradients(self, stage: RankStage, action: Action) -> None:
         if not stage.has_gradients(action.microbatch):
             stage.receive_gradients(action.microbatch, self._arrived_gradients(action))
 
@@ -498,25 +526,17 @@ class Runtime:
                 flying.append(send)
                 continue
             self._until_ended(handle)
-            if self._gpu is not None:
-                self._gpu.add_transfer(action, begin, handle)
-                self.bytes_sent += transfers.bytes_sent(handle)
-                continue
-            figures = handle.figures()
-            self._trace.add(action, begin, begin + figures["seconds"])
-            self.bytes_sent += figures["bytes_sent"]
+            self._clock.add_transfer(action, begin, handle)
+            self.bytes_sent += transfers.bytes_sent(handle)
         self._sends = flying
 
     def _transfers_of(self, action: Action) -> list[EdgeTransfers]:
         """None for gradients of a link whose values need none."""
         wiring = self._wirings[action.microbatch]
-        if action.kind is ActionKind.SEND_F:
-            return wiring.forward[action.stage, action.peer]
-        if action.kind is ActionKind.RECV_F:
-            return wiring.forward[action.peer, action.stage]
-        link = (
-            (action.peer, action.stage) if action.kind is ActionKind.SEND_B else (action.stage, action.peer)
-        )
+        downstream = action.kind in (ActionKind.SEND_F, ActionKind.RECV_B)
+        link = (action.stage, action.peer) if downstream else (action.peer, action.stage)
+        if action.kind in (ActionKind.SEND_F, ActionKind.RECV_F):
+            return wiring.forward[link]
         return [wiring.backward[link]] if link in wiring.backward else []
 
 
@@ -544,3 +564,77 @@ def _given(transfers: EdgeTransfers, gradients: Sequence[torch.Tensor | None]) -
             first = first + other
         given.append(first)
     return given
+
+
+def functions_of(schedule: Any) -> Mapping[Any, Callable[..., None]]:
+    """By torch's kind of action."""
+    return getattr(schedule, "_comp_type_to_function_map", {})
+
+
+def functions_for(
+    schedule: Any,
+    given: GivenOrder | None,
+    feeds: Mapping[int, Feed],
+    row: Sequence[Action],
+    place: tuple[int, int],
+    *,
+    train: bool,
+) -> Functions:
+    """Functions of one step; the schedule gets what torch's functions look at.
+
+    row: what this rank runs. place: number of the row, and how many there are.
+    """
+    found, registered = Functions(), functions_of(schedule)
+    if not registered:
+        return found
+    first = next(iter(feeds.values()))
+    targets = [feed.targets for feed in feeds.values() if feed.targets is not None]
+    numbers = range(schedule._n_microbatches)
+    context = torch_schedules._PipelineContext(
+        schedule,
+        [tuple(feeds[0].arguments(number)) if 0 in feeds else () for number in numbers],
+        [dict(first.keywords(number)) for number in numbers],
+        list(targets[0]) if targets else None,
+    )
+    schedule.fwd_recv_ops, schedule.bwd_recv_ops = found.forward_arriving, found.backward_arriving
+    schedule.backward_counter.clear()
+    both = registered.get(torch_schedules.OVERLAP_F_B)
+    if both is not None and given is not None and train:
+        for start, (whole, parts) in given.pairs.items():
+            found.fused[start] = partial(both, whole, context), parts
+        found.inside = frozenset(part for _, parts in given.pairs.values() for part in parts)
+    for kind, run in registered.items():
+        if kind.value in ActionKind.__members__:
+            found.by_kind[ActionKind[kind.value]] = partial(_run_as_torch, run, context)
+    for before, action in _gathering(schedule._gathering, given, row, place):
+        if action.computation_type in registered:
+            run = partial(registered[action.computation_type], action, context)
+            found.gathering.setdefault(before, []).append((action, run))
+    return found
+
+
+def _gathering(
+    options: Gathering, given: GivenOrder | None, row: Sequence[Action], place: tuple[int, int]
+) -> list[tuple[Action | None, Any]]:
+    """torch's UNSHARD and RESHARD in their order, each with the action of the row that it comes before: where
+    a given order with transfers has them, else where torch would put them."""
+    order: list[Any] = [torch_action(each) for each in row if each.kind.is_compute]
+    if given is not None:
+        order = given.row_of({each.stage for each in row})
+    if given is None or not given.lowered:
+        order = with_gathering(order, options, *place)
+    runs = frozenset(row)
+    before: Action | None = None
+    found: list[tuple[Action | None, Any]] = []
+    for each in reversed(order):
+        if each is None:
+            continue
+        if each.computation_type in (torch_schedules.UNSHARD, torch_schedules.RESHARD):
+            found.append((before, each))
+        else:
+            before = next((part for part in parts_of(each) if part in runs), before)
+    return found[::-1]
+
+
+def _run_as_torch(run: Callable[..., None], context: Any, action: Action) -> None:
+    run(torch_action(action), context)

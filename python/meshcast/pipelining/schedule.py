@@ -5,8 +5,9 @@ and outputs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict
@@ -15,148 +16,37 @@ import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from ..base.checks import shown
-from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
+from ..errors import AbortedError, Caller, DeadlineExceededError, LayoutError, MeshcastError
 from ..groups.parent import parent_group, seconds
 from ..topology import Topology
+from ..transfers.transfer import PersistentTransfer
 from .action import Action, Actions, Link
 from .board import PipelineBoard, Refused
 from .compat import FSDP_DEFAULTS, Gathering, scales_without_loss
 from .edge import links_of
+from .gradients import PAIRS_ARE_FINAL, Gradients
 from .microbatch import Pieces
 from .parallel import hooks_at_the_end
-from .recipe import Recipe
-from .runtime import Runtime
+from .recipe import GivenOrder, Recipe
+from .runtime import Runtime, functions_for, functions_of
 from .simulate import AutoWarmup, Budget, Span
 from .stage import PipelineStage, checked, current, reduce_once
-from .step import GivenOrder, StepFeed, functions_for, functions_of
-from .step_end import StepEnd, pairs_are_final
-from .table import StageTable, agree_on_stages, describe_stages
+from .step import StepCall, StepFeed, Wirings
+from .table import (
+    StageTable,
+    StepAnswer,
+    StepReport,
+    agree_on_stages,
+    agree_on_step,
+    check_fit,
+    describe_stages,
+)
 from .trace import RecentTimes, StageTimes, Timeline, draw_timelines, exposed_seconds
-from .varying import Wirings, agree_on_step, check_fit
 from .wiring import Wiring, transfer_times
 
-__all__ = ["PipelineSchedule", "ScheduleOptions", "ScheduleViews", "StepCall"]
+__all__ = ["PipelineSchedule", "ScheduleOptions"]
 
-
-class ScheduleViews:
-    """Base of `PipelineSchedule`."""
-
-    _runtime: Runtime | None
-    _rank: int
-    _board: PipelineBoard
-    _summaries: int
-    _recipe: Recipe
-    _wirings: Wirings
-    _mine: Mapping[int, PipelineStage]
-    _n_microbatches: int
-    _agreed: Callable[[], StageTable]
-    _recent: RecentTimes | None = None  # where measure() was called
-    _recuts = 0  # agreements about other cuts
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes this rank has sent to other ranks over the edges of the pipeline, both directions, in all
-        steps so far."""
-        return 0 if self._runtime is None else self._runtime.bytes_sent
-
-    def trace(self, path: str | os.PathLike[str]) -> None:
-        """Writes this rank's part of the last step as a Chrome trace."""
-        if self._runtime is None:
-            raise MeshcastError("there is no step to trace yet", op="pipeline")
-        self._runtime.trace.write(path, self._rank)
-
-    def summary(self, *, together: bool = False) -> str:
-        """One line about this rank's last step: its time, the parts that went into computing and into waiting
-        for values, the bubble (all that is not computing), micro-batches held, memory and bytes sent.
-
-        Args:
-            together: every rank of the pipeline calls it; the line then also says how long this rank waited
-                for values that were on their way, by the clocks of the hosts: communication that was not
-                hidden.
-        """
-        if self._runtime is None:
-            raise MeshcastError("there is no step to sum up yet", op="pipeline")
-        trace = self._runtime.trace
-        if not together:
-            return trace.summary(self._rank)
-        mine = trace.on_the_clock(self._rank)
-        sends = [[str(each.action), each.start, each.end] for each in mine if each.action.kind.is_send]
-        topic = f"sends/{self._summaries}"
-        self._board.publish(topic, {"sends": sends})
-        found = self._board.collect(topic)
-        if self._summaries:  # all have read that one, or they would not be here
-            self._board.forget(f"sends/{self._summaries - 1}")
-        self._summaries += 1
-        others = [
-            Span(rank, Action.parse(action), start, end)
-            for rank, said in found.items()
-            if rank != self._rank
-            for action, start, end in said["sends"]
-        ]
-        return trace.summary(self._rank, exposed_seconds([*mine, *others]).get(self._rank, 0.0))
-
-    def measure(self, last: int = 10) -> None:
-        """From now on keeps how long this rank's stages compute in the last so many training steps, for
-        `stage_times` and `meshcast.elastic.rebalance`. 0: not any more, as at first.
-
-        The first step of a schedule is left out, as it gets memory and connections. A step that is measured
-        costs a look through its trace, and on a GPU a wait for its end.
-
-        Raises LayoutError for what is no number of steps.
-        """
-        recent = RecentTimes(last, skip=self._runtime is None)
-        self._recent = recent if recent.last else None
-
-    def stage_times(self) -> dict[int, StageTimes]:
-        """{stage: seconds of a micro-batch} of this rank's stages, medians of the steps that `measure` keeps;
-        empty before the first of them.
-
-        Raises LayoutError where `measure` was not called.
-
-        Example, on every rank::
-
-            from meshcast.pipelining import PipelineStage, ScheduleGPipe
-
-            rank, ranks = dist.get_rank(), dist.get_world_size()
-            stage = PipelineStage(torch.nn.Linear(8, 8), rank, ranks, torch.device("cpu"))
-            schedule = ScheduleGPipe(stage, 4, loss_fn=torch.nn.functional.mse_loss)
-            schedule.measure(last=5)
-            for _ in range(3):  # the first one is left out
-                schedule.step(torch.randn(32, 8), target=torch.randn(32, 8))
-            assert schedule.stage_times()[rank].backward > 0
-        """
-        if self._recent is None:
-            raise LayoutError(
-                "no steps were measured: call measure() on the schedule, on every rank, before the steps",
-                op="pipeline",
-            )
-        return self._recent.times()
-
-    def draw(self, path: str | os.PathLike[str], **times: Any) -> None:
-        """Writes the simulated timeline of a step; the suffix of `path` tells the format.
-
-        Args:
-            times: forward, backward, weight and transfer as `simulate` takes them; default: those that the
-                schedule was made with.
-        """
-        table = self._agreed()
-        report = self._recipe.simulated(len(table.rows), train=table.trains, **times)
-        name = type(self).__name__.removeprefix("Schedule")
-        title = f"{name}, {self._recipe.stages} stages, {self._n_microbatches} micro-batches, simulated"
-        draw_timelines([Timeline.simulated(title, report)], Path(path))
-
-    def transfer_times(self, topology: Topology | None = None) -> dict[Link, float]:
-        """Seconds that a micro-batch of the last step takes over each link by the planner's cost model: what
-        ``draw`` and ``times`` take as ``transfer``, beside seconds of compute. topology: as `plan` takes
-        it; default: that of the stages."""
-        wiring = self._wirings.last
-        if wiring is None:
-            raise MeshcastError("there is no step yet, so no shapes of values", op="pipeline")
-        stage = next(iter(self._mine.values()))
-        return transfer_times(wiring, self._agreed(), topology or stage.topology, stage.strategy)
-
-
-_CHECKED_FIRST, _CHECKED_EVERY = 3, 64  # of the steps those whose batches are compared: see `_is_checked`
+_CHECKED_FIRST, _CHECKED_EVERY = 3, 64  # of the steps those whose batches are compared: see `_report`
 
 
 class ScheduleOptions(TypedDict, total=False):
@@ -177,23 +67,7 @@ class ScheduleOptions(TypedDict, total=False):
     weight_fn: Callable[..., Any] | None
 
 
-@dataclass(frozen=True, slots=True)
-class StepCall:
-    """One call of ``step`` or ``eval``, as it was made. train: it is ``step``. merge: it returns outputs."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    target: Any
-    losses: list[Any] | None
-    return_outputs: bool
-    loss_kwargs: Mapping[str, Any] | None
-    pieces: Pieces
-    train: bool
-    finalize: bool = True
-    merge: bool = True
-
-
-class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule):
+class PipelineSchedule(torch_schedules._PipelineSchedule):
     """Base of all schedules. Every rank of every stage makes its own, in the same order.
 
     Its subclasses are schedules of torch.distributed.pipelining too. What differs is how a step runs. One
@@ -242,6 +116,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
     _backward_requires_autograd = True
     _gathering: Gathering = FSDP_DEFAULTS
     _size = "no stages"
+    _recent: RecentTimes | None = None  # where measure() was called
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._size}>"
@@ -264,14 +139,13 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
     ) -> None:
         """Initializes what torch does not have, after torch's constructor."""
         self._size = f"{stages[0].num_stages} stages, {self._n_microbatches} micro-batches"
-        n_microbatches, loss_fn = self._n_microbatches, self._loss_fn
         self._runs = all(isinstance(stage, PipelineStage) for stage in stages)
         if not self._runs:  # stages of another kind, which can only be looked at
             return
         group = stages[0].group
         self._timeout = seconds(timeout, parent_group(group, "pipeline").timeout)
         self._overlap = overlap
-        self._mine = checked(stages, n_microbatches)
+        self._mine = checked(stages, self._n_microbatches)
         self._outstanding = _outstanding(max_outstanding_sends)
         if not sync_gradients and any(stage.shared for stage in stages):
             raise LayoutError(
@@ -281,7 +155,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         self._recipe = Recipe(
             self.name or "",
             first.num_stages,
-            n_microbatches,
+            self._n_microbatches,
             None if first.edges is None else links_of(first.edges),
             warmup,
             memory_budget,
@@ -293,22 +167,20 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         reduce_once(self._mine.values())
         self._board = PipelineBoard(group, self._timeout)  # behind all that is refused: see `refusals_told`
         self._rank = first.rank
+        self._caller = Caller("pipeline", self._rank)
         self._device = first.device
-        self._sync_gradients = sync_gradients
-        self._table: StageTable | None = None
         self._wirings = Wirings(self._mine, self._board, self._timeout, varying_shapes)
+        self._gradients = Gradients(self._mine, self._board, self._timeout, sync=sync_gradients)
+        self._seed = seed
+        self._weight_fn = weight_fn
+        self._table: StageTable | None = None
+        self._given: GivenOrder | None = None  # torch's actions, where those are what runs
         self._runtime: Runtime | None = None
         self._rows: dict[bool, list[Action]] = {}  # this rank's lowered actions; key: training
-        self._seed = seed
-        self._given: GivenOrder | None = None  # torch's actions, where those are what runs
         self._feeds: Mapping[int, StepFeed] = {}  # of the last step
-        self._samples: Sequence[int] = ()  # of its micro-batches
         self._steps = 0  # that were run
         self._calls = 0  # of step and eval, those that were refused too
-        self._weighings = 0
-        self._weight_fn = weight_fn
-        self._typical = 1.0
-        self._weighted = None
+        self._recuts = 0  # agreements about other cuts
         self._summaries = 0
         self._failed: str | None = None
         kind = self.name or type(self).__name__
@@ -316,21 +188,10 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         options += f", varying shapes {varying_shapes}, seed {seed}"
         if self._gathering.max_active_stages != FSDP_DEFAULTS.max_active_stages:
             options += f", {self._gathering.max_active_stages} stages gathered"
+        trains = self._loss_fn is not None
         self._board.publish(
-            "stage",
-            describe_stages(list(self._mine.values()), options, n_microbatches, loss_fn is not None),
+            "stage", describe_stages(list(self._mine.values()), options, self._n_microbatches, trains)
         )
-
-    @property
-    def actions(self) -> Actions:
-        """Lowered actions of a step, by global rank. All ranks of a stage's mesh run the same ones."""
-        table = self._agreed()
-        rows = self._recipe.lowered(len(table.rows), train=table.trains)
-        return {
-            rank: list(rows[row])
-            for row, stages in enumerate(table.rows)
-            for rank in sorted(table.ranks[stages[0]])
-        }
 
     def step(
         self,
@@ -383,7 +244,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
                 The transfers of the pipeline have ended.
         """
         pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs, local_batch)
-        return self._step(
+        return self._run_step(
             StepCall(
                 args, kwargs, target, losses, return_outputs, loss_kwargs, pieces, True, finalize_gradients
             )
@@ -406,7 +267,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         size than those of training."""
         pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs, local_batch)
         with torch.no_grad():
-            return self._step(
+            return self._run_step(
                 StepCall(args, kwargs, target, losses, return_outputs, loss_kwargs, pieces, False)
             )
 
@@ -422,7 +283,256 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
         """Runs a step on given micro-batches, as torch does. It trains if the stages have a backward."""
         train = any(stage.has_backward for stage in self._mine.values())
         pieces = Pieces(arg_mbs, kwarg_mbs, target_mbs)
-        self._step(StepCall((), {}, None, losses, return_outputs, loss_kwargs, pieces, train, merge=False))
+        self._run_step(
+            StepCall((), {}, None, losses, return_outputs, loss_kwargs, pieces, train, merge=False)
+        )
+
+    def _run_step(self, call: StepCall) -> Any:
+        """A whole step, in order."""
+        self._check_open()
+        with self._failing_together(), current(self._device):
+            with self._refusing():
+                feeds = self._feeds_of(call)
+            table = self._agreed_or_refused()
+            with self._refusing():
+                report = self._report(call, feeds, table)
+            answer = self._agree_on(report)
+            wirings = self._distribute(answer, feeds, table)
+            train = call.train and table.trains
+            finalize = call.finalize or not train
+            self._begin_stages(feeds, answer, table, wirings[0].free_lane, train=train, finalize=finalize)
+            runtime, row = self._runtime_for(wirings[0], feeds, table, train=train)
+            with hooks_at_the_end(stage.submod for stage in self._mine.values() if train) as call_hooks:
+                with self._gradients.apart():
+                    seed = None if self._seed is None else (self._seed, self._steps)
+                    runtime.run(row, feeds, wirings, train=train, seed=seed)
+                    self._meet()
+                    self._gradients.finish(call.losses)
+                self._scale_as_torch(call, train=train)
+                self._gradients.call_hooks(call_hooks)
+            self._end_step(runtime, train=train)
+        return self._outputs(call)
+
+    def _check_open(self) -> None:
+        """Raises LayoutError or AbortedError where no step can run any more."""
+        if not self._runs:
+            raise LayoutError("the stages are none of meshcast.pipelining: they cannot run here")
+        self._board.check_process()
+        if self._failed is not None:
+            error = self._caller.error(AbortedError, f"the pipeline failed before: {self._failed}")
+            self._board.fail(f"call/{self._calls}", str(error), agreement=True)  # of others that have not
+            raise error
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """An error inside is one of the pipeline, and every rank raises it; a refused call is no failure."""
+        try:
+            with self._caller:
+                yield
+        except Refused as refused:
+            with self._caller:
+                raise refused.error from refused.error.__cause__
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Takes the other ranks along, in bounded time, with the first cause."""
+        cause = self._board.text_of(error)
+        self._failed = cause
+        self._board.fail(f"call/{self._calls}", cause, agreement=True)
+        self._gradients.fail(cause)
+        for transfer in self._transfers():
+            transfer.abort(cause)
+        if self._runtime is None:
+            return
+        self._runtime.clear()
+        if next(iter(self._mine.values())).mesh.size > 1:
+            self._board.fail(f"step/{self._steps}", cause)
+
+    def close(self) -> None:
+        """Drops the transfers. Later steps raise AbortedError."""
+        self._failed = self._failed or f"rank {self._rank}: the schedule was closed"
+        for transfer in self._transfers():
+            transfer.close()
+
+    def _transfers(self) -> list[PersistentTransfer]:
+        return [*self._wirings.transfers(), *self._gradients.transfers()]
+
+    # ---- before data moves -------------------------------------------------------------------------------
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """An error inside refuses the call, before data moves: this rank raises it at once, the others when
+        they come, and all may go on."""
+        try:
+            yield
+        except Exception as error:
+            report = StepReport(refused=self._board.text_of(error))
+            self._board.refuse(f"call/{self._calls}", report, agree_on_step, error)
+            self._calls += 1
+            raise Refused(error) from error
+
+    def _feeds_of(self, call: StepCall) -> dict[int, StepFeed]:
+        """The data of each stage. Raises what this rank refuses by itself."""
+        self._check_call(call)
+        feeds = {}
+        for index, stage in self._mine.items():
+            feed = feeds[index] = StepFeed(
+                stage,
+                self._n_microbatches,
+                call,
+                (self._args_chunk_spec, self._kwargs_chunk_spec),
+                self._loss_fn,
+                self._weight_fn,
+                scale_grads=self.scale_grads,
+            )
+            wired = self._wirings.last
+            sent = None if wired is None else len(wired.inputs[index])
+            for count, names in feed.calls():
+                stage.check_arguments(count if stage.is_first else sent, names)
+        self._wirings.check_shapes(feeds, cut=not call.pieces.given)
+        return feeds
+
+    def _check_call(self, call: StepCall) -> None:
+        """Raises TypeError or LayoutError for arguments that are wrong by themselves."""
+        if not isinstance(call.finalize, bool):
+            raise TypeError(f"finalize_gradients must be a bool, found {type(call.finalize).__name__}")
+        if call.losses is not None and not isinstance(call.losses, list):
+            raise TypeError(f"losses must be a list, found {type(call.losses).__name__}")
+        if not call.merge:
+            pieces: Any = call.pieces
+            self._check_inputs(pieces.args, pieces.kwargs, pieces.targets, call.losses)
+
+    def _agreed_or_refused(self) -> StageTable:
+        try:
+            return self._agreed()  # in the first call it waits for the schedules of the other ranks
+        except DeadlineExceededError:
+            raise
+        except Exception as error:  # on all ranks
+            raise Refused(error) from error
+
+    def _agreed(self) -> StageTable:
+        """Raises the same LayoutError on every rank where the ranks contradict each other."""
+        if self._table is None:
+            with self._caller:
+                table = agree_on_stages(self._board)
+                self._given = GivenOrder.of(self)
+                if self._given is not None:
+                    rows = self._given.rows(table.row_of)
+                    self._recipe = replace(self._recipe, given=rows, lowered_already=self._given.lowered)
+                self._recipe.check_placement(table.rows)
+            self._table = table
+            for stage in self._mine.values():
+                stage.sharing = table.shared
+        return self._table
+
+    def _report(self, call: StepCall, feeds: Mapping[int, StepFeed], table: StageTable) -> StepReport:
+        """The description of a call, for `agree_on_step`. Raises what this rank refuses for."""
+        train = call.train and table.trains
+        if train and self._backward_requires_autograd and not torch.is_grad_enabled():
+            raise MeshcastError("step trains and needs gradients enabled; use eval under torch.no_grad")
+        if train and self._gradients.weighted and not call.finalize:
+            raise LayoutError(PAIRS_ARE_FINAL)
+        mode = "step" if train or not table.trains else "eval"
+        mode += "" if call.finalize else " with finalize_gradients=False"
+        ahead = [feed.weight_ahead() for feed in feeds.values()]
+        # To compare values, each rank of a stage reads its own once.
+        compared = self._steps < _CHECKED_FIRST or self._steps % _CHECKED_EVERY == 0
+        given = {index: feed.report(checked=compared) for index, feed in feeds.items()}
+        shapes = zip(*(feed.digests() for feed in feeds.values()), strict=True)
+        report = StepReport(
+            mode=f"{mode} with local_batch=True" if call.pieces.local else mode,
+            shapes=[" ".join(names) for names in shapes],
+            order="" if self._given is None else self._given.digest,
+            samples=feeds[0].samples() if 0 in feeds else None,
+            alike=call.pieces.given,
+            weighted=self._gradients.weighted,
+            weight=next((each for each in ahead if each is not None), None),
+            as_torch=table.as_torch,
+            given={index: values for index, values in given.items() if values is not None},
+        )
+        check_fit(report.given, as_torch=table.as_torch)
+        self._wirings.look(feeds, table)
+        return report
+
+    def _agree_on(self, report: StepReport) -> StepAnswer:
+        """Returns what the step is, for all ranks. Raises Refused on all of them where one cannot take
+        part."""
+        answer = self._board.agree(f"call/{self._calls}", report, agree_on_step, StepAnswer)
+        self._calls += 1
+        if answer.refused:
+            own = dict(answer.refused).get(self._rank)
+            rank, text = answer.refused[0]
+            if own is not None:
+                raise Refused(LayoutError(own))
+            raise Refused(AbortedError(text, peer=rank, phase="agree"))
+        self._board.forget_past()
+        return answer
+
+    def _distribute(
+        self, answer: StepAnswer, feeds: Mapping[int, StepFeed], table: StageTable
+    ) -> list[Wiring]:
+        """Cuts the batch, and returns the wiring of each micro-batch. Raises Refused on all ranks where one
+        cannot take a shape."""
+        for feed in feeds.values():
+            feed.take(answer)
+        wirings = self._wirings.of_step(answer, feeds, table)
+        for index, feed in feeds.items():
+            inputs = [wiring.inputs[index] for wiring in wirings]
+            feed.learn_shares(inputs, answer, as_torch=table.as_torch)
+        return wirings
+
+    # ---- the step ----------------------------------------------------------------------------------------
+
+    def _begin_stages(
+        self,
+        feeds: Mapping[int, StepFeed],
+        answer: StepAnswer,
+        table: StageTable,
+        lane: int,
+        *,
+        train: bool,
+        finalize: bool,
+    ) -> None:
+        """lane: those from here on are free."""
+        self._feeds = feeds
+        if len(self._mine) > 1:  # load_state_dict(assign=True) makes other parameters
+            reduce_once(self._mine.values())
+        for index, stage in self._mine.items():
+            stage.clear_runtime_states()
+            stage.chunks, stage.has_backward = self._n_microbatches, train
+            stage.seed_of, stage.scale = feeds[index].loss.seed, feeds[index].scale
+            if train:
+                stage.learn_loss(self._loss_fn if stage.is_last else None)
+                stage.begin_step(self._n_microbatches, finalize=finalize)
+        losses = {index: feed.loss for index, feed in feeds.items()}
+        scales = self.scale_grads
+        self._gradients.begin_step(table, answer, losses, lane, train=train, finalize=finalize, scales=scales)
+
+    def _runtime_for(
+        self, wiring: Wiring, feeds: Mapping[int, StepFeed], table: StageTable, *, train: bool
+    ) -> tuple[Runtime, list[Action]]:
+        """The runtime, and the actions that it runs, by functions of the user where there are some."""
+        if self._runtime is None:
+            self._runtime = Runtime(
+                self,
+                self._mine,
+                wiring,
+                self._timeout,
+                overlap=self._overlap,
+                outstanding=self._outstanding,
+                max_active_stages=self._gathering.max_active_stages,
+            )
+        place = table.row_of(next(iter(self._mine))), len(table.rows)
+        if train not in self._rows:
+            row = self._recipe.lowered(len(table.rows), train=train)[place[0]]
+            if train and self._given is not None and torch_schedules.OVERLAP_F_B in functions_of(self):
+                row = self._given.side_by_side(row)
+            self._rows[train] = row
+        row = self._rows[train]
+        self._runtime.use(functions_for(self, self._given, feeds, row, place, train=train))
+        return self._runtime, row
 
     def _maybe_compute_loss(
         self,
@@ -440,237 +550,162 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
         return self._feeds[stage.stage_index].loss.losses.pop(mb_index, None) if stage.is_last else None
 
-    def close(self) -> None:
-        """Drops the transfers. Later steps raise AbortedError."""
-        self._failed = self._failed or f"rank {self._rank}: the schedule was closed"
-        self._wirings.close()
+    def _meet(self) -> None:
+        """Waits until all ranks of the stages have run their actions: the collectives that follow are those
+        of the user's mesh and cannot be aborted, so nobody enters them unless all got here."""
+        members = next(iter(self._mine.values())).mesh.ranks
+        if len(members) > 1:
+            self._board.publish(f"step/{self._steps}", True)
+            self._board.collect(f"step/{self._steps}", bool, members)
+            if self._steps:
+                self._board.forget(f"step/{self._steps - 1}")
 
-    def _check_call(self, call: StepCall) -> None:
-        """Raises TypeError or LayoutError for arguments that are wrong by themselves."""
-        if not isinstance(call.finalize, bool):
-            raise TypeError(f"finalize_gradients must be a bool, found {type(call.finalize).__name__}")
-        if call.losses is not None and not isinstance(call.losses, list):
-            raise TypeError(f"losses must be a list, found {type(call.losses).__name__}")
-        if not call.merge:
-            pieces: Any = call.pieces
-            self._check_inputs(pieces.args, pieces.kwargs, pieces.targets, call.losses)
+    def _scale_as_torch(self, call: StepCall, *, train: bool) -> None:
+        """Scales gradients where all stages are as torch's, or has it done by what the user registered."""
+        if not call.train or self.name == "ForwardOnly" or not (train or scales_without_loss(self)):
+            return
+        stages = self._mine if self._given is None else self._given.reduced(self._mine)
+        registered = functions_of(self).get(torch_schedules.REDUCE_GRAD)
+        reduce = None
+        if registered is not None:
+            schedule: Any = self
+            context = torch_schedules._PipelineContext(schedule)
 
-    def _step(self, call: StepCall) -> Any:
-        if not self._runs:
-            raise LayoutError("the stages are none of meshcast.pipelining: they cannot run here")
-        self._board.check_process()
-        if self._failed is not None:
-            cause = f"the pipeline failed before: {self._failed}"
-            self._board.fail(f"call/{self._calls}", cause, agreement=True)  # of others that have not failed
-            raise AbortedError(cause, rank=self._rank, op="pipeline")
-        try:
-            with current(self._device):
-                feeds, wirings = self._prepared(call)
-                train = call.train and self._agreed().trains
-                finalize = call.finalize or not train
-                runtime = self._runtime_for(wirings[0])
-                self._feeds = feeds
-                if len(self._mine) > 1:  # load_state_dict(assign=True) makes other parameters
-                    reduce_once(self._mine.values())
-                for index, stage in self._mine.items():
-                    stage.clear_runtime_states()
-                    stage.chunks, stage.has_backward = self._n_microbatches, train
-                    stage.seed_of, stage.scale = feeds[index].loss.seed, feeds[index].scale
-                    if train:
-                        stage.learn_loss(self._loss_fn if stage.is_last else None)
-                        stage.begin_step(self._n_microbatches, finalize=finalize)
-                table, row = self._agreed(), self._row(train)
-                place = table.row_of(next(iter(self._mine))), len(table.rows)
-                runtime.use(functions_for(self, self._given, feeds, row, place, train=train))
-                seed = None if self._seed is None else (self._seed, self._steps)
-                if train:
-                    self._weigh(feeds)
-                trained = [stage.submod for stage in self._mine.values()] if train else []
-                with hooks_at_the_end(trained) as call_hooks:
-                    with self._accumulating(train):
-                        runtime.run(row, feeds, wirings, train=train, seed=seed)
-                        self._finish(feeds, train, call.losses, finalize)
-                    if call.train and self.name != "ForwardOnly" and (train or scales_without_loss(self)):
-                        self._scale_as_torch(finalize)
-                    if train:
-                        self._call_hooks(call_hooks, finalize)
-                if not train:
-                    for stage in self._mine.values():
-                        stage.end_evaluation()
-        except Refused as refused:
-            raise refused.error from refused.error.__cause__
-        except BaseException as error:
-            self._fail(error)
-            raise
+            def reduce(stage: int) -> None:
+                registered(torch_schedules._Action(stage, torch_schedules.REDUCE_GRAD, None), context)
+
+        self._gradients.scale_as_torch(stages, reduce)
+
+    def _end_step(self, runtime: Runtime, *, train: bool) -> None:
+        for stage in self._mine.values() if not train else ():
+            stage.end_evaluation()
         self._steps += 1
         if train and self._recent is not None:
             self._recent.add(runtime.trace)
-        last = [feeds[index] for index, stage in self._mine.items() if stage.is_last]
+
+    def _outputs(self, call: StepCall) -> Any:
+        last = [self._feeds[index] for index, stage in self._mine.items() if stage.is_last]
         returns = call.merge and call.return_outputs and last
         return last[0].merged(self._output_merge_spec) if returns else None
 
-    def _agreed(self) -> StageTable:
-        """Raises the same LayoutError on every rank where the ranks contradict each other."""
-        if self._table is None:
-            table = agree_on_stages(self._board)
-            self._given = GivenOrder.of(self)
-            if self._given is not None:
-                rows = self._given.rows(table)
-                self._recipe = replace(self._recipe, given=rows, lowered_already=self._given.lowered)
-            self._recipe.check_placement(table.rows, self._rank)
-            self._table = table
-            for stage in self._mine.values():
-                stage.sharing = table.shared
-        return self._table
+    # ---- views -------------------------------------------------------------------------------------------
 
-    def _prepared(self, call: StepCall) -> tuple[dict[int, StepFeed], list[Wiring]]:
-        """All that can be refused, before data moves. Raises Refused on every rank if one has a reason: at
-        once there, on the others when they come."""
-        said: dict[str, Any] = {}
-        mine: Exception | None = None
-        try:
-            self._check_call(call)
-            feeds = {index: self._feed(stage, call) for index, stage in self._mine.items()}
-            self._wirings.check_shapes(feeds, cut=not call.pieces.given)
-        except Exception as error:
-            mine = error
-        if mine is None:
-            try:
-                table = self._agreed()  # in the first call it waits for the schedules of the other ranks
-            except DeadlineExceededError:
-                raise
-            except Exception as error:  # on all ranks
-                raise Refused(error) from error
-            try:
-                said = self._said(call, feeds, table)
-                check_fit(said["given"], as_torch=table.as_torch)
-                self._wirings.look(feeds, table)
-            except Exception as error:
-                mine = error
-        topic = f"call/{self._calls}"
-        if mine is not None:
-            said = {"refused": str(mine) or type(mine).__name__}
-            self._board.refuse(topic, said, agree_on_step, mine)
-            self._calls += 1
-            raise Refused(mine) from mine
-        answer = self._board.agree(topic, said, agree_on_step)
-        self._calls += 1
-        if "refused" in answer:
-            own = dict(answer["refused"]).get(self._rank)
-            rank, text = answer["refused"][0]
-            raise Refused(
-                LayoutError(own, rank=self._rank, op="pipeline")
-                if own is not None
-                else AbortedError(text, rank=self._rank, peer=rank, op="pipeline", phase="agree")
-            )
-        self._board.forget_past()
-        for feed in feeds.values():
-            feed.take(answer["rows"] or answer["samples"], answer["dealt"])
-        self._weighted, self._samples, self._ahead = (
-            answer[what] for what in ("weighted", "samples", "weight")
-        )
-        wirings = self._wirings.of_step(answer["keys"], answer["samples"], feeds, table)
-        for index, feed in feeds.items():
-            inputs = [wiring.inputs[index] for wiring in wirings]
-            feed.learn_shares(inputs, answer["samples"], answer["alike"], table.as_torch)
-        return feeds, wirings
-
-    def _feed(self, stage: PipelineStage, call: StepCall) -> StepFeed:
-        """Returns what one stage gets. Raises LayoutError for what it cannot take."""
-        feed = StepFeed(
-            stage,
-            self._n_microbatches,
-            call.args if stage.is_first else (),
-            call.kwargs,
-            call.target if stage.is_last else None,
-            (self._args_chunk_spec, self._kwargs_chunk_spec),
-            self._loss_fn,
-            call.loss_kwargs or {},
-            self.scale_grads,
-            call.return_outputs,
-            call.pieces,
-            call.train,
-            self._weight_fn if call.train else None,
-        )
-        wired = self._wirings.last
-        sent = len(wired.inputs[stage.stage_index]) if wired is not None else None
-        for count, names in feed.calls():
-            stage.check_arguments(count if stage.is_first else sent, names)
-        return feed
-
-    def _said(self, call: StepCall, feeds: Mapping[int, StepFeed], table: StageTable) -> dict[str, Any]:
-        """Returns what this rank says of a call, for `agree_on_step`. Raises what this rank refuses for."""
-        train = call.train and table.trains
-        if train and self._backward_requires_autograd and not torch.is_grad_enabled():
-            raise MeshcastError(
-                "step trains and needs gradients enabled; use eval under torch.no_grad", op="pipeline"
-            )
-        if train and self._weighted and not call.finalize:
-            raise LayoutError(pairs_are_final(), op="pipeline")
-        mode = "step" if train or not table.trains else "eval"
-        mode += "" if call.finalize else " with finalize_gradients=False"
-        ahead = [feed.weight_ahead() for feed in feeds.values()]
+    @property
+    def actions(self) -> Actions:
+        """Lowered actions of a step, by global rank. All ranks of a stage's mesh run the same ones."""
+        table = self._agreed()
+        rows = self._recipe.lowered(len(table.rows), train=table.trains)
         return {
-            "mode": f"{mode} with local_batch=True" if call.pieces.local else mode,
-            "shapes": [" ".join(names) for names in zip(*(feeds[i].digests() for i in feeds), strict=True)],
-            "alike": call.pieces.given,
-            "samples": feeds[0].samples() if 0 in feeds else None,
-            "weighted": self._weighted,
-            "weight": next((each for each in ahead if each is not None), None),
-            "order": "" if self._given is None else self._given.digest,
-            "as_torch": table.as_torch,
-            "given": {
-                str(index): given
-                for index, feed in feeds.items()
-                if (given := feed.said(checked=_is_checked(self._steps))) is not None
-            },
+            rank: list(rows[row])
+            for row, stages in enumerate(table.rows)
+            for rank in sorted(table.ranks[stages[0]])
         }
 
-    def _runtime_for(self, wiring: Wiring) -> Runtime:
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent to other ranks over the edges of the pipeline, both directions, in all
+        steps so far."""
+        return 0 if self._runtime is None else self._runtime.bytes_sent
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes this rank's part of the last step as a Chrome trace."""
         if self._runtime is None:
-            self._runtime = Runtime(
-                self,
-                self._mine,
-                wiring,
-                self._timeout,
-                overlap=self._overlap,
-                outstanding=self._outstanding,
-                max_active_stages=self._gathering.max_active_stages,
+            raise self._caller.error(MeshcastError, "there is no step to trace yet")
+        self._runtime.trace.write(path, self._rank)
+
+    def summary(self, *, together: bool = False) -> str:
+        """One line about this rank's last step: its time, the parts that went into computing and into waiting
+        for values, the bubble (all that is not computing), micro-batches held, memory and bytes sent.
+
+        Args:
+            together: every rank of the pipeline calls it; the line then also says how long this rank waited
+                for values that were on their way, by the clocks of the hosts: communication that was not
+                hidden.
+        """
+        if self._runtime is None:
+            raise self._caller.error(MeshcastError, "there is no step to sum up yet")
+        trace = self._runtime.trace
+        if not together:
+            return trace.summary(self._rank)
+        mine = trace.on_the_clock(self._rank)
+        sends = [(str(each.action), each.start, each.end) for each in mine if each.action.kind.is_send]
+        topic = f"sends/{self._summaries}"
+        self._board.publish(topic, sends)
+        found = self._board.collect(topic, list[tuple[str, float, float]])
+        if self._summaries:  # all have read that one, or they would not be here
+            self._board.forget(f"sends/{self._summaries - 1}")
+        self._summaries += 1
+        others = [
+            Span(rank, Action.parse(action), start, end)
+            for rank, theirs in found.items()
+            if rank != self._rank
+            for action, start, end in theirs
+        ]
+        return trace.summary(self._rank, exposed_seconds([*mine, *others]).get(self._rank, 0.0))
+
+    def measure(self, last: int = 10) -> None:
+        """From now on keeps how long this rank's stages compute in the last so many training steps, for
+        `stage_times` and `meshcast.elastic.rebalance`. 0: not any more, as at first.
+
+        The first step of a schedule is left out, as it gets memory and connections. A step that is measured
+        costs a look through its trace, and on a GPU a wait for its end.
+
+        Raises LayoutError for what is no number of steps.
+        """
+        recent = RecentTimes(last, skip=self._runtime is None)
+        self._recent = recent if recent.last else None
+
+    def stage_times(self) -> dict[int, StageTimes]:
+        """{stage: seconds of a micro-batch} of this rank's stages, medians of the steps that `measure` keeps;
+        empty before the first of them.
+
+        Raises LayoutError where `measure` was not called.
+
+        Example, on every rank::
+
+            from meshcast.pipelining import PipelineStage, ScheduleGPipe
+
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+            stage = PipelineStage(torch.nn.Linear(8, 8), rank, ranks, torch.device("cpu"))
+            schedule = ScheduleGPipe(stage, 4, loss_fn=torch.nn.functional.mse_loss)
+            schedule.measure(last=5)
+            for _ in range(3):  # the first one is left out
+                schedule.step(torch.randn(32, 8), target=torch.randn(32, 8))
+            assert schedule.stage_times()[rank].backward > 0
+        """
+        if self._recent is None:
+            raise self._caller.error(
+                LayoutError,
+                "no steps were measured: call measure() on the schedule, on every rank, before the steps",
             )
-        return self._runtime
+        return self._recent.times()
 
-    def _row(self, train: bool) -> list[Action]:
-        if train not in self._rows:
-            table = self._agreed()
-            lowered = self._recipe.lowered(len(table.rows), train=train)
-            row = lowered[table.row_of(next(iter(self._mine)))]
-            if train and self._given is not None and torch_schedules.OVERLAP_F_B in functions_of(self):
-                row = self._given.side_by_side(row)
-            self._rows[train] = row
-        return self._rows[train]
+    def draw(self, path: str | os.PathLike[str], **times: Any) -> None:
+        """Writes the simulated timeline of a step; the suffix of `path` tells the format.
 
-    def _fail(self, error: BaseException) -> None:
-        """Takes the other ranks along, in bounded time, with the first cause."""
-        cause = f"rank {self._rank}: {type(error).__name__}" if not str(error) else str(error)
-        self._failed = cause
-        self._board.fail(f"call/{self._calls}", cause, agreement=True)
-        self._board.fail(f"weight/{self._weighings}", cause)
-        self._wirings.abort(cause)
-        if self._runtime is None:
-            return
-        self._runtime.clear()
-        if next(iter(self._mine.values())).mesh.size > 1:
-            self._board.fail(f"step/{self._steps}", cause)
+        Args:
+            times: forward, backward, weight and transfer as `simulate` takes them; default: those that the
+                schedule was made with.
+        """
+        table = self._agreed()
+        report = self._recipe.simulated(len(table.rows), train=table.trains, **times)
+        name = type(self).__name__.removeprefix("Schedule")
+        title = f"{name}, {self._recipe.stages} stages, {self._n_microbatches} micro-batches, simulated"
+        draw_timelines([Timeline.simulated(title, report)], Path(path))
 
-
-def _is_checked(step: int) -> bool:
-    """Returns whether the ranks of a stage compare the values that they were given. To compare them, each
-    rank reads its values once."""
-    return step < _CHECKED_FIRST or step % _CHECKED_EVERY == 0
+    def transfer_times(self, topology: Topology | None = None) -> dict[Link, float]:
+        """Seconds that a micro-batch of the last step takes over each link by the planner's cost model: what
+        ``draw`` and ``times`` take as ``transfer``, beside seconds of compute. topology: as `plan` takes
+        it; default: that of the stages."""
+        wiring = self._wirings.last
+        if wiring is None:
+            raise self._caller.error(MeshcastError, "there is no step yet, so no shapes of values")
+        stage = next(iter(self._mine.values()))
+        return transfer_times(wiring, self._agreed(), topology or stage.topology, stage.strategy)
 
 
 def _outstanding(limit: Any) -> int | None:
-    """The limit of sends on their way. Raises LayoutError for what is none."""
+    """The limit of sends in flight. Raises LayoutError for what is none."""
     if limit is None or (isinstance(limit, int) and not isinstance(limit, bool) and limit >= 1):
         return limit
     raise LayoutError(f"max_outstanding_sends must be None or an integer of at least 1, found {shown(limit)}")

@@ -34,8 +34,9 @@ from .compat import (
     torch_order,
 )
 from .orders import build
-from .schedule import PipelineSchedule, ScheduleOptions, StepCall
+from .schedule import PipelineSchedule, ScheduleOptions
 from .stage import PipelineStage, check_kinds, group_of
+from .step import StepCall
 
 if TYPE_CHECKING:
     from ..tuning.choose import ScheduleAuto
@@ -184,30 +185,26 @@ class PipelineScheduleMulti(PipelineSchedule, torch_schedules.PipelineScheduleMu
                 if isinstance(stage, PipelineStage) and not stage.alone:
                     stage.group_size = max(1, first.num_stages // each)
                     stage.group_rank = min(one.stage_index for one in stages) % stage.group_size
-            given: dict[str, Any] = {
+            given = {
                 "stages": stages,
                 "n_microbatches": n_microbatches,
                 "loss_fn": loss_fn,
+                "args_chunk_spec": args_chunk_spec,
+                "kwargs_chunk_spec": kwargs_chunk_spec,
                 "output_merge_spec": output_merge_spec,
                 "scale_grads": scale_grads,
                 "backward_requires_autograd": backward_requires_autograd,
-            }
-            if not isinstance(self, torch_schedules.ScheduleLoopedBFS):  # which has none
-                given |= {"args_chunk_spec": args_chunk_spec, "kwargs_chunk_spec": kwargs_chunk_spec}
-            later = {
                 "defer_pp_recv": defer_pp_recv,
                 "max_active_stages": max_active_stages,
                 "unshard_lookahead": unshard_lookahead,
                 "defer_reduce_grad_wait": defer_reduce_grad_wait,
             }
+            theirs: Any = torch_schedules.PipelineScheduleMulti
             if self._orders_itself:
                 theirs = next(each for each in type(self).__mro__ if each.__module__ == _THEIRS)
-                super(PipelineSchedule, self).__init__(**given, **accepted(theirs, later))
             elif isinstance(self, torch_schedules._PipelineScheduleRuntime):
-                runtime = torch_schedules._PipelineScheduleRuntime
-                runtime.__init__(self, **given, **accepted(runtime, later))
-            else:
-                torch_schedules.PipelineScheduleMulti.__init__(self, **given)
+                theirs = torch_schedules._PipelineScheduleRuntime
+            theirs.__init__(self, **accepted(theirs, given))
             if self.name == "ZBV":
                 self.stage_index_to_group_rank = _utils.generate_stage_to_rank_mapping(
                     first.group_size, first.num_stages, style="v"
@@ -273,7 +270,7 @@ class _ScheduleForwardOnly(PipelineScheduleSingle, torch_schedules._ScheduleForw
 
     def _check_call(self, call: StepCall) -> None:
         if call.target is not None or call.losses is not None or call.pieces.targets is not None:
-            raise MeshcastError("a forward-only schedule computes no losses", op="pipeline")
+            raise MeshcastError("a forward-only schedule computes no losses")
         super()._check_call(call)
 
 

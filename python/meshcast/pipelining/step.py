@@ -1,165 +1,121 @@
-"""One step's data: micro-batches and shards of the batch, losses and outputs collected; orders of actions and
-functions that were given as torch's.
+"""One step's data on one rank: micro-batches and shards of what it was given, and the wirings that they
+travel over, one for all micro-batches of a shape.
+
+Before every step the ranks agree on what it is (`agree_on_step`), and meet once more for each shape of
+micro-batches that is new, to find the shapes of all values and compile their transfers.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.microbatch import merge_chunks
-from torch.distributed.pipelining.schedules import REDUCE_GRAD
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from ..errors import LayoutError
-from .action import Action, ActionKind, Actions
-from .compat import Gathering, actions_of, fused_pairs, parts_of, torch_action, with_gathering
-from .inference import local_values
+from ..transfers.transfer import PersistentTransfer
+from .board import PipelineBoard
+from .inference import DataUse, Inferred, local_values
 from .loss import Sharding, StepLoss, microbatch_weights, part_of
 from .microbatch import Leaf, Pieces, Values, digest_of, divided, extent, is_mask, picked, sizes_of_parts
 from .parallel import GradientScale, Placements, check_shard, local_shard
-from .stage import PipelineStage
-from .table import StageTable
-from .wiring import StageValue
+from .table import Claim, GivenValues, OpaqueValue, RankStage, StageTable, StepAnswer
+from .wiring import Example, StageValue, Wiring, connect
 
-__all__ = ["Arriving", "Functions", "GivenOrder", "StepFeed", "functions_for", "functions_of"]
+__all__ = ["StepCall", "StepFeed", "Wirings"]
 
-
-class GivenOrder:
-    """order: torch's actions of each of its ranks. lowered: with their transfers."""
-
-    def __init__(self, order: dict[int, list[Any]], lowered: bool) -> None:
-        self.order, self.lowered = order, lowered
-        self.pairs = fused_pairs(order)
-        actions = actions_of(order)
-        text = str(sorted((rank, list(map(str, row))) for rank, row in actions.items()))
-        self.digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        self._rows = [row for row in actions.values() if row]
-
-    @staticmethod
-    def of(schedule: Any) -> GivenOrder | None:
-        """The order that ``_load_csv`` or ``_prepare_schedule_with_comms`` got last, else ``pipeline_order``,
-        else ``pipeline_order_with_comms``. None where the schedule runs what is built by its name."""
-        prepared, order = schedule._given_order, schedule.pipeline_order
-        if prepared is None and schedule.name is not None and order is schedule._built_order:
-            return None
-        given = prepared or (order, False)
-        if not given[0]:
-            given = getattr(schedule, "pipeline_order_with_comms", None), True
-        if not given[0]:
-            raise LayoutError(
-                f"{type(schedule).__name__} has no actions: give it a pipeline_order, or load a file"
-            )
-        return GivenOrder(*given)
-
-    def rows(self, table: StageTable) -> Actions:
-        """By row of the schedule."""
-        return dict(sorted((table.row_of(row[0].stage), row) for row in self._rows))
-
-    def row_of(self, stages: set[int]) -> list[Any]:
-        """torch's actions of the rank that has these stages."""
-        return next(row for row in self.order.values() if any(a and a.stage_index in stages for a in row))
-
-    def reduced(self, stages: Iterable[int]) -> list[int]:
-        """The stages whose gradients are scaled: an order that holds its transfers says which."""
-        told = {
-            each.stage_index
-            for row in self.order.values()
-            for each in row
-            if each is not None and each.computation_type == REDUCE_GRAD
-        }
-        return [stage for stage in stages if not self.lowered or stage in told]
-
-    def side_by_side(self, row: list[Action]) -> list[Action]:
-        """A lowered row with the parts of each fused action next to each other: receives between them come
-        before, sends behind."""
-        for _, parts in self.pairs.values():
-            if parts[0] not in row:
-                continue
-            first, last = row.index(parts[0]), row.index(parts[-1])
-            between = [each for each in row[first : last + 1] if each not in parts]
-            receives = [each for each in between if each.kind.is_recv]
-            sends = [each for each in between if not each.kind.is_recv]
-            row = [*row[:first], *receives, *parts, *sends, *row[last + 1 :]]
-        return row
+_T = TypeVar("_T")
+_KEPT = 64  # combinations of shapes whose transfers stay compiled; of more, those not used for longest go
 
 
-_WHAT = ("args", "kwargs", "target")
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """One call of ``step`` or ``eval``, as it was made. train: it is ``step``. merge: it returns outputs."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any
+    losses: list[Any] | None
+    return_outputs: bool
+    loss_kwargs: Mapping[str, Any] | None
+    pieces: Pieces
+    train: bool
+    finalize: bool = True
+    merge: bool = True
+
+
 _PIECES = {"args": "arg_mbs", "kwargs": "kwarg_mbs", "target": "target_mbs"}
 
 
 class StepFeed:
-    """The data that `Runtime` asks for during one step. All arguments as in ``PipelineSchedule.step``.
+    """The data that `Runtime` asks for during one step.
+
+    Args:
+        chunk_specs: of the arguments and keyword arguments.
+        loss_fn, weight_fn, scale_grads: see `PipelineSchedule`.
 
     Raises LayoutError if a tensor cannot be cut into the micro-batches, or targets are missing.
     """
 
     def __init__(
         self,
-        stage: PipelineStage,
+        stage: RankStage,
         microbatches: int,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        target: Any,
+        call: StepCall,
         chunk_specs: tuple[Any, Any],
         loss_fn: Callable[..., Any] | None,
-        loss_kwargs: Mapping[str, Any],
+        weight_fn: Callable[..., Any] | None,
+        *,
         scale_grads: bool,
-        keep_outputs: bool,
-        pieces: Pieces,
-        train: bool,
-        weight_fn: Callable[..., Any] | None = None,
     ) -> None:
+        pieces = call.pieces
         pieces.check(microbatches)
         self._stage = stage
         self._microbatches = microbatches
-        self.keep_outputs = keep_outputs
-        for name, given, cut_already in (("args", args, pieces.args), ("kwargs", kwargs, pieces.kwargs)):
-            if given and cut_already is not None:
-                raise LayoutError(f"step got both {name} and {name[:-1]}_mbs: give one")
-        if target is not None and pieces.targets is not None:
-            raise LayoutError("step got both target and target_mbs: give one")
-        self._where = f"rank {stage.rank}, stage {stage.stage_index}"
-        if stage.is_first and not (args or kwargs or pieces.args or pieces.kwargs):
-            raise LayoutError(f"rank {stage.rank}: the first stage needs the batch: step(x, ...)")
-        if stage.is_last and train and loss_fn is not None and target is None and pieces.targets is None:
-            raise LayoutError(
-                f"{self._where}: the last stage has a loss_fn and needs targets: step(..., target=y)"
-            )
+        self.keep_outputs = call.return_outputs
+        self._where = f"stage {stage.stage_index}"
         self._keyword_placements, self._target_placements = _split_by_samples(stage)
         self._sample_dims = [dim for dim, each in enumerate(self._keyword_placements) if each == Shard(0)]
         self._grid = [stage.mesh.shape[dim] for dim in self._sample_dims]
         self._local = pieces.local and math.prod(self._grid) > 1
         self._specs = {"args": chunk_specs[0], "kwargs": chunk_specs[1]}
-        given_args: Sequence[Any] = [args] if args else []
-        given_target: Sequence[Any] = [] if target is None else [target]
         self._pieces: set[str] = set()  # the kinds that come as micro-batches
         # Of each kind one of the whole batch, or one for each micro-batch.
         self._given: dict[str, list[Values]] = {}
-        for kind, whole, cut_already in (
-            ("args", given_args, pieces.args if stage.is_first else None),
-            ("kwargs", [kwargs] if kwargs else [], pieces.kwargs),
-            ("target", given_target, pieces.targets if stage.is_last else None),
+        for kind, whole, cut_already, is_here in (
+            ("args", call.args or None, pieces.args, stage.is_first),
+            ("kwargs", call.kwargs or None, pieces.kwargs, True),
+            ("target", call.target, pieces.targets, stage.is_last),
         ):
-            if cut_already is not None:
+            several: Sequence[Any] = [] if whole is None else [whole]
+            if cut_already is not None and is_here:
+                if several:
+                    raise LayoutError(f"step got both {kind} and {_PIECES[kind]}: give one")
                 self._pieces.add(kind)
-            self._given[kind] = [
-                self._values(kind, each) for each in (whole if cut_already is None else cut_already)
-            ]
-        self._shapes = self._all_shapes()
+                several = cut_already
+            self._given[kind] = [self._values(kind, each) for each in several] if is_here else []
+        if stage.is_first and not (self._given["args"] or self._given["kwargs"]):
+            raise LayoutError("the first stage needs the batch: step(x, ...)")
+        if stage.is_last and call.train and loss_fn is not None and not self._given["target"]:
+            raise LayoutError(
+                f"{self._where}: the last stage has a loss_fn and needs targets: step(..., target=y)"
+            )
+        self.shapes = self._shapes()  # of each micro-batch: of its arguments and keyword arguments
         self._arguments: list[list[Any]] = []
         self._keywords: list[Mapping[str, Any]] = []
         self._argument_shardings: list[list[Sharding]] = []
-        self.loss = StepLoss(stage, microbatches, loss_fn, None, loss_kwargs, weight_fn)
+        self.loss = StepLoss(
+            stage, microbatches, loss_fn, None, call.loss_kwargs or {}, weight_fn if call.train else None
+        )
         self._scale_grads = scale_grads
         self.scale = GradientScale()
 
@@ -206,17 +162,7 @@ class StepFeed:
             found.append(each if fits or (kind == "args" and not leaf.nested) else Replicate())
         return tuple(found)
 
-    @property
-    def count(self) -> int:
-        """The number of micro-batches."""
-        return self._microbatches
-
     # ---- before the ranks agree --------------------------------------------------------------------------
-
-    def shapes(self, microbatch: int) -> list[Any]:
-        """The shapes of a micro-batch's arguments before they are sharded: the size of each tensor in all
-        dimensions, and its dtype."""
-        return self._shapes[microbatch][0]
 
     def shapes_but_for_samples(self, microbatch: int) -> list[Any]:
         """The same without the dimension of the samples."""
@@ -227,16 +173,16 @@ class StepFeed:
         """A name for the shapes of each micro-batch, keyword arguments included."""
         names: list[str] = []
         before: Any = None
-        for shapes in self._shapes:
+        for shapes in self.shapes:
             if shapes is not before:
-                name = hashlib.blake2b(json.dumps(shapes).encode(), digest_size=8).hexdigest()
+                name = _digest(shapes)
             names.append(name)
             before = shapes
         return names
 
-    def _all_shapes(self) -> list[tuple[list[Any], list[Any]]]:
-        """Shapes of the arguments and of the keyword arguments. Neighbouring micro-batches of the same sizes
-        share one object."""
+    def _shapes(self) -> list[tuple[list[Any], list[Any]]]:
+        """Shapes before they are sharded: the size of each tensor in all dimensions, and its dtype.
+        Neighbouring micro-batches of the same sizes share one object."""
         whole = [self._given[kind] for kind in ("args", "kwargs") if kind not in self._pieces]
         rows = {
             leaf.rows for each in whole for values in each for leaf in values.leaves if leaf.dim is not None
@@ -326,16 +272,24 @@ class StepFeed:
         none: list[Any] = [[] for _ in samples]
         return list(zip(args or none, kwargs or [{} for _ in samples], strict=True))
 
-    def said(self, *, checked: bool) -> dict[str, Any] | None:
-        """A description of what was given, for the ranks to find out whether all fits together
-        (`agree_on_step`); None where nothing was given. checked: with digests of the values."""
+    def report(self, *, checked: bool) -> GivenValues | None:
+        """A description of what was given, for the ranks to find out whether all fits together; None where
+        nothing was given. checked: with digests of the values."""
         if not any(self._given.values()):
             return None
-        known: dict[str, Any] = {"where": self._where, "grid": self._grid, "local": self._local, "part": 0}
+        part = 0
         for dim, size in zip(self._sample_dims, self._grid, strict=True):
-            known["part"] = known["part"] * size + self._stage.mesh.coordinate[dim]
-        known["batch"], known["own"] = self._batch()
-        known["claims"], known["objects"] = [], []
+            part = part * size + self._stage.mesh.coordinate[dim]
+        digests: dict[str, tuple[str, str]] = {}
+        if checked and self._stage.mesh.size > 1:
+            kinds = [kind for kind, several in self._given.items() if several]
+            digests = {kind: (self._digest(kind, own=False), self._digest(kind, own=True)) for kind in kinds}
+        claims, opaque = self._claims()
+        return GivenValues(self._grid, part, self._local, *self._batch(), claims, opaque, digests)
+
+    def _claims(self) -> tuple[list[Claim], list[OpaqueValue]]:
+        claims: list[Claim] = []
+        opaque: list[OpaqueValue] = []
         is_cut = self._microbatches > 1 or math.prod(self._grid) > 1
         seen: set[tuple[int, str, int]] = set()
         for kind, several in self._given.items():
@@ -348,41 +302,21 @@ class StepFeed:
                     if leaf.dim is not None and (piece, kind, rows) not in seen:
                         seen.add((piece, kind, rows))
                         name, remedy = begin + values.name(number), values.remedy(number)
-                        known["claims"].append([piece, kind, rows, name, leaf.shape, remedy])
+                        claims.append(Claim(piece, kind, rows, name, leaf.shape, remedy))
                 for number, path, size in values.objects() if is_cut else ():
                     name, type_name = begin + values.name(number), type(values.leaves[number].value).__name__
-                    known["objects"].append([piece, size, name, path, type_name, values.remedy(number)])
-        if checked and self._stage.mesh.size > 1:
-            known["digests"] = {
-                kind: [self._digest(kind, own=own) for own in (False, True)]
-                for kind in _WHAT
-                if self._given[kind]
-            }
-        return known
+                    opaque.append(OpaqueValue(piece, size, name, path, type_name, values.remedy(number)))
+        return claims, opaque
 
     def weight_ahead(self) -> float | None:
         """The weight that this rank adds to that of the step, by ``weight_fn``; None where it is not known.
         Ranks that have the same loss each add a part of its weight."""
-        stage, total = self._stage, 0.0
         if not self.loss.knows_weight or not self._given["target"]:
             return None
-        for values in self._given["target"]:
-            flats: list[list[Any]] = []
-            for leaf in values.leaves:
-                own = self._is_own("target", leaf)
-                value = self._here(leaf, own=own)
-                cuts = [value]
-                if "target" not in self._pieces:
-                    total_rows = 0 if leaf.dim is None else _extent(leaf, own=own)
-                    rows = sizes_of_parts(total_rows, self._microbatches)
-                    cuts = _microbatches(leaf, value, rows, None, own=own)
-                flats.append(
-                    [self._share("target", leaf, each, leaf.rows if own else None)[0] for each in cuts]
-                )
-            for flat in zip(*flats, strict=True):
-                total += self.loss.weight_of(values.rebuilt(list(flat))[0])
-        apart = [stage.mesh.shape[dim] for dim in stage.loss_dims]
-        return total * math.prod(apart) / stage.mesh.size
+        mesh = self._stage.mesh
+        parts = self._cut("target", None, None, keeps=True)
+        total = sum(self.loss.weight_of(target[0]) for target, _ in parts)
+        return total * math.prod(mesh.shape[dim] for dim in self._stage.loss_dims) / mesh.size
 
     def _digest(self, kind: str, *, own: bool) -> str:
         """A name for the samples that all ranks of the stage were given; or, own, for those that only ranks
@@ -393,20 +327,15 @@ class StepFeed:
                 shared = not own and not isinstance(leaf.value, DTensor) and leaf.dim is not None
                 if own if self._is_own(kind, leaf) else shared:
                     found.append([leaf.top, *digest_of(leaf.value)])
-        return hashlib.blake2b(json.dumps(found).encode(), digest_size=8).hexdigest()
+        return _digest(found)
 
     # ---- once they agreed --------------------------------------------------------------------------------
 
-    def take(self, samples: Sequence[int], dealt: Mapping[str, Any] | None) -> None:
-        """Cuts all that was given into micro-batches, and takes this rank's part of each.
-
-        Args:
-            samples: of each micro-batch, on all ranks.
-            dealt: where ranks of the first stage give samples of their own: "rows", how many each part of
-                the batch has in each micro-batch, and "grid", over how many ranks in each dimension they are.
-        """
-        order = None if dealt is None else _order(dealt["rows"])
-        keeps = dealt is not None and dealt["grid"] == self._grid
+    def take(self, answer: StepAnswer) -> None:
+        """Cuts all that was given into micro-batches, and takes this rank's part of each."""
+        samples, dealt = answer.rows or answer.samples, answer.dealt
+        order = None if dealt is None else _order(dealt.rows)
+        keeps = dealt is not None and dealt.grid == self._grid
         for args, shardings in self._cut("args", samples, order, keeps=keeps):
             self._arguments.append(list(args))
             self._argument_shardings.append(shardings)
@@ -415,38 +344,50 @@ class StepFeed:
         self.loss.targets = targets or None
 
     def _cut(
-        self, kind: str, samples: Sequence[int], order: torch.Tensor | None, *, keeps: bool
+        self, kind: str, samples: Sequence[int] | None, order: torch.Tensor | None, *, keeps: bool
     ) -> list[tuple[Any, list[Sharding]]]:
-        """This rank's part of each micro-batch, and how its tensors are laid out. order: in which the samples
-        of whole values come. keeps: values that are this rank's own samples stay here."""
-        several = self._given[kind]
-        owns = [[keeps and self._is_own(kind, leaf) for leaf in values.leaves] for values in several]
-        flats = [
-            [self._here(leaf, own=own) for leaf, own in zip(values.leaves, mine, strict=True)]
-            for values, mine in zip(several, owns, strict=True)
-        ]
-        if kind not in self._pieces:
-            flats = [
-                list(each)
-                for values, mine, flat in zip(several, owns, flats, strict=True)
-                for each in zip(
-                    *(
-                        _microbatches(leaf, value, samples, None if own else order, own=own)
-                        for leaf, value, own in zip(values.leaves, flat, mine, strict=True)
-                    ),
-                    strict=True,
-                )
-            ] or [[] for _ in range(self._microbatches) if several]
+        """This rank's part of each micro-batch, and how its tensors are laid out.
+
+        Args:
+            samples: of each micro-batch; None: each value is cut by its own size.
+            order: in which the samples of whole values come.
+            keeps: values that are this rank's own samples stay here.
+        """
         found = []
-        for number, flat in enumerate(flats):
-            at = number if kind in self._pieces else 0
-            shares = [
-                self._share(kind, leaf, value, samples[number] if own else None)
-                for leaf, value, own in zip(several[at].leaves, flat, owns[at], strict=True)
-            ]
-            rebuilt = several[at].rebuilt([local for local, _ in shares])
-            found.append((rebuilt, [each for _, each in shares if each is not None]))
+        for at, values in enumerate(self._given[kind]):
+            owns = [keeps and self._is_own(kind, leaf) for leaf in values.leaves]
+            flat = [self._here(leaf, own=own) for leaf, own in zip(values.leaves, owns, strict=True)]
+            parts: list[Any] = [flat]  # of each micro-batch
+            if kind not in self._pieces:
+                cuts = [
+                    self._parts_of(leaf, value, None if own else samples, order)
+                    for leaf, value, own in zip(values.leaves, flat, owns, strict=True)
+                ]
+                parts = list(zip(*cuts, strict=True)) or [()] * self._microbatches
+            for number, part in enumerate(parts, at):
+                shares = []
+                for leaf, value, own in zip(values.leaves, part, owns, strict=True):
+                    rows = None  # of the whole, where the value is this rank's own part already
+                    if own:
+                        rows = leaf.rows if samples is None else samples[number]
+                    shares.append(self._share(kind, leaf, value, rows))
+                rebuilt = values.rebuilt([local for local, _ in shares])
+                found.append((rebuilt, [each for _, each in shares if each is not None]))
         return found
+
+    def _parts_of(
+        self, leaf: Leaf, value: Any, samples: Sequence[int] | None, order: torch.Tensor | None
+    ) -> list[Any]:
+        """The part of a value in each micro-batch. samples, order: as for `_cut`."""
+        count = self._microbatches
+        if leaf.dim is None:
+            return [value] * count
+        rows, total = int(extent(value, leaf.dim)), sum(samples or ())
+        if not samples or total == 0 or rows % total:
+            return divided(value, leaf.dim, sizes_of_parts(rows, count))
+        if order is not None and rows == total:
+            value = picked(value, leaf.dim, order)
+        return divided(value, leaf.dim, [rows // total * each for each in samples])
 
     def _here(self, leaf: Leaf, *, own: bool) -> Any:
         """A value without DTensors, which only a stage of one rank takes as they are: their mesh joins
@@ -476,20 +417,15 @@ class StepFeed:
         return local, sharding
 
     def learn_shares(
-        self,
-        inputs: Sequence[Mapping[int, StageValue]],
-        samples: Sequence[int],
-        alike: bool,
-        as_torch: bool,
+        self, inputs: Sequence[Mapping[int, StageValue]], answer: StepAnswer, *, as_torch: bool
     ) -> None:
-        """Returns what this rank counts in the step.
+        """Computes what this rank counts in the step.
 
         Args:
             inputs: of each micro-batch, what other stages send for it; the same object for the same shapes.
-            samples: of each micro-batch, on all ranks.
-            alike: every micro-batch that has samples counts the same, however many they are.
             as_torch: losses are returned as the function made them, and gradients scaled once, at the end.
         """
+        samples = answer.samples
         stage, known = self._stage, dict[int, tuple[Fraction, Fraction]]()
         of_loss, of_stage = [], []
         for number, values in enumerate(inputs):
@@ -505,7 +441,7 @@ class StepFeed:
         scaled = self._scale_grads
         self.scale = GradientScale(
             of_stage,
-            microbatch_weights(samples, alike or as_torch, scaled),
+            microbatch_weights(samples, answer.alike or as_torch, scaled),
             degree,
             max(1, sum(each > 0 for each in samples)) if scaled else 1,
             None if as_torch else Fraction(1, degree * (self._microbatches if scaled else 1)),
@@ -523,6 +459,10 @@ class StepFeed:
     def arguments(self, microbatch: int) -> list[Any]:
         return self._arguments[microbatch] if self._arguments else []
 
+    @property
+    def targets(self) -> Sequence[Any] | None:
+        return self.loss.targets
+
     def keywords(self, microbatch: int) -> Mapping[str, Any]:
         return self._keywords[microbatch] if self._keywords else {}
 
@@ -535,7 +475,12 @@ class StepFeed:
         return merge_chunks(outputs, spec) if joined or spec is not None else list(outputs)
 
 
-def _split_by_samples(stage: PipelineStage) -> tuple[Placements, Placements]:
+def _digest(value: Any) -> str:
+    """value: of lists, numbers and text."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+
+
+def _split_by_samples(stage: RankStage) -> tuple[Placements, Placements]:
     """Placements of keyword arguments and of targets, where they have the dimension: as the inputs over the
     ranks that have other samples, targets also over those whose loss is that of other tokens."""
     keywords: list[Any] = []
@@ -557,20 +502,6 @@ def _extent(leaf: Leaf, *, own: bool) -> int:
     return leaf.rows
 
 
-def _microbatches(
-    leaf: Leaf, value: Any, samples: Sequence[int], order: torch.Tensor | None, *, own: bool
-) -> list[Any]:
-    """A value cut like the samples. order: in which the samples of a whole value come."""
-    if leaf.dim is None:
-        return [value] * len(samples)
-    rows, total = int(extent(value, leaf.dim)), sum(samples)
-    if own or total == 0 or rows % total:
-        return divided(value, leaf.dim, sizes_of_parts(rows, len(samples)))
-    if order is not None and rows == total:
-        value = picked(value, leaf.dim, order)
-    return divided(value, leaf.dim, [rows // total * each for each in samples])
-
-
 def _order(rows: Sequence[Sequence[int]]) -> torch.Tensor | None:
     """The order of samples whose parts, which follow each other, have so many of them in each micro-batch.
     None where that is their own one."""
@@ -590,106 +521,147 @@ def _kind(value: Any) -> Any:
     return ("tensor", "rows", *value.shape[1:]) if value.dim() else ("tensor",)
 
 
-class Arriving:
-    """The values that such a function waits for first; torch has works of torch.distributed there."""
+class Wirings:
+    """The wirings of one schedule on one rank.
 
-    def __init__(self, settle: Callable[[], None]) -> None:
-        self.wait = settle
-
-
-@dataclass(slots=True)
-class Functions:
-    """The functions of a step.
-
-    fused: of the first of the actions that run as one: the function, and all of them. inside: all of those.
-    forward_arriving, backward_arriving: by stage and micro-batch. gathering: by the action before which they
-    are called, those for UNSHARD and RESHARD, with torch's action; under None those behind the last action.
+    Args:
+        stages: of this rank, by number.
+        varying: micro-batches may differ in shape, in a step and from step to step; else in the number of
+            their samples only.
     """
 
-    by_kind: dict[ActionKind, Callable[[Action], None]] = field(default_factory=dict)
-    fused: dict[Action, tuple[Callable[[], None], list[Action]]] = field(default_factory=dict)
-    inside: frozenset[Action] = frozenset()
-    forward_arriving: dict[tuple[int, int], list[Arriving]] = field(default_factory=dict)
-    backward_arriving: dict[tuple[int, int], list[Arriving]] = field(default_factory=dict)
+    def __init__(
+        self, stages: Mapping[int, RankStage], board: PipelineBoard, timeout: float, varying: bool
+    ) -> None:
+        self._stages = stages
+        self._board = board
+        self._timeout = timeout
+        self._varying = varying
+        self._known: OrderedDict[str, Wiring] = OrderedDict()
+        # By the name of a micro-batch's shapes on the first stage, and whether it is the rank's own part: the
+        # shapes that came out there.
+        self._looked: OrderedDict[tuple[str, bool], Inferred] = OrderedDict()
+        # By stage, the shapes of the first step's micro-batches, and these without samples.
+        self._first: dict[int, tuple[list[Any], list[Any]]] = {}
+        self._meetings = 0
 
-    gathering: dict[Action | None, list[tuple[Any, Callable[[], None]]]] = field(default_factory=dict)
+    @property
+    def last(self) -> Wiring | None:
+        """The wiring of the last micro-batch of the last step."""
+        return next(reversed(self._known.values()), None)
 
-    def __bool__(self) -> bool:
-        return bool(self.by_kind or self.fused or self.gathering)
+    def transfers(self) -> list[PersistentTransfer]:
+        return [transfer for wiring in self._known.values() for transfer in wiring.transfers()]
+
+    def check_shapes(self, feeds: Mapping[int, StepFeed], *, cut: bool) -> None:
+        """Raises LayoutError for shapes that differ from those of the first step, unless they may vary.
+
+        cut: the micro-batches were cut from a batch, and may differ in the number of samples.
+        """
+        if self._varying:
+            return
+        for index, feed in feeds.items():
+            expected, known = self._first.get(index) or _of_first(feed)
+            for number, (found, _) in enumerate(feed.shapes):
+                if found != expected and not (cut and feed.shapes_but_for_samples(number) == known):
+                    raise LayoutError(
+                        f"stage {index}: micro-batch {number} has shapes {found}, the first one had "
+                        f"{expected}; the transfers are compiled for one shape. Pad it, or make the schedule "
+                        "with varying_shapes=True"
+                    )
+
+    def look(self, feeds: Mapping[int, StepFeed], table: StageTable) -> None:
+        """Runs the first stage's module for shapes that are new, as `infer_outputs` does. Other ranks are not
+        waited for: an error reaches the caller before they come. Raises LayoutError."""
+        names = _looks(feeds[0]) if 0 in feeds else []
+        data: DataUse = "alone" if len(table.ranks[0]) > 1 else "if needed"
+        parts = None if self._looked.keys() >= set(names) else feeds[0].parts()
+        for number, name in enumerate(names):
+            if name not in self._looked and parts is not None:
+                empty = feeds[0].samples()[number] == 0
+                if empty and feeds[0].owns_samples:
+                    continue  # other ranks may have some: that is known once they agreed
+                with torch.inference_mode(False):
+                    (args, kwargs), again = _with_next(lambda at: parts[at], names, number)
+                    self._looked[name] = self._stages[0].infer(args, kwargs, table.trains, empty, data, again)
+            if name in self._looked:
+                self._looked.move_to_end(name)
+        while len(self._looked) > max(_KEPT, len(names)):
+            self._looked.popitem(last=False)
+
+    def of_step(self, answer: StepAnswer, feeds: Mapping[int, StepFeed], table: StageTable) -> list[Wiring]:
+        """One for each micro-batch. Called by all ranks. Raises Refused where a rank cannot take a shape."""
+        keys = answer.keys
+        for index, feed in feeds.items():
+            self._first.setdefault(index, _of_first(feed))
+        for number, key in enumerate(keys):
+            if key not in self._known:
+                self._known[key] = self._connect(feeds, table, answer, number)
+            self._known.move_to_end(key)
+        wirings = [self._known[key] for key in keys]
+        needed = len(set(keys))
+        while len(self._known) > max(_KEPT, needed):
+            _, oldest = self._known.popitem(last=False)
+            for each in oldest.edge_transfers():
+                if each.transfer is not None:
+                    each.transfer.close()
+        return wirings
+
+    def _connect(
+        self, feeds: Mapping[int, StepFeed], table: StageTable, answer: StepAnswer, microbatch: int
+    ) -> Wiring:
+        topic = f"{self._meetings}/"
+        self._meetings += 1
+        try:
+            # An evaluation may be the first to come, and steps that train use its wiring.
+            with torch.inference_mode(False):
+                (args, kwargs), again = _with_next(
+                    lambda at: (
+                        feeds[0].arguments(at) if 0 in feeds else [],
+                        {index: feed.keywords(at) for index, feed in feeds.items()},
+                    ),
+                    answer.keys,
+                    microbatch,
+                )
+                example = Example(
+                    args,
+                    kwargs,
+                    None if again is None else Example(*again),
+                    answer.samples[microbatch] == 0,
+                    self._looked.get(_looks(feeds[0])[microbatch]) if 0 in feeds else None,
+                )
+                return connect(
+                    self._stages, table, self._board, example, self._timeout, topic, first=not self._known
+                )
+        except BaseException as error:
+            shapes = [f"shapes/{index}{which}" for index in self._stages for which in ("", "/data")]
+            for name in (*shapes, "checked"):
+                self._board.fail(f"{topic}{name}", self._board.text_of(error))
+            raise
 
 
-def functions_of(schedule: Any) -> Mapping[Any, Callable[..., None]]:
-    """By torch's kind of action."""
-    return getattr(schedule, "_comp_type_to_function_map", {})
+def _with_next(given: Callable[[int], _T], keys: Sequence[Any], microbatch: int) -> tuple[_T, _T | None]:
+    """Returns what a rank gets of a micro-batch, and of the next one under the same key, if there is one."""
 
-
-def functions_for(
-    schedule: Any,
-    given: GivenOrder | None,
-    feeds: Mapping[int, StepFeed],
-    row: Sequence[Action],
-    place: tuple[int, int],
-    *,
-    train: bool,
-) -> Functions:
-    """Functions of one step; the schedule gets what torch's functions look at.
-
-    row: what this rank runs. place: number of the row, and how many there are.
-    """
-    found, registered = Functions(), functions_of(schedule)
-    if not registered:
+    def of(number: int) -> _T:
+        found: _T = tree_map_only(torch.Tensor, _trainable, given(number))
         return found
-    first = next(iter(feeds.values()))
-    targets = [feed.loss.targets for feed in feeds.values() if feed.loss.targets is not None]
-    context = torch_schedules._PipelineContext(
-        schedule,
-        [tuple(feeds[0].arguments(number)) if 0 in feeds else () for number in range(first.count)],
-        [dict(first.keywords(number)) for number in range(first.count)],
-        list(targets[0]) if targets else None,
-    )
-    schedule.fwd_recv_ops, schedule.bwd_recv_ops = found.forward_arriving, found.backward_arriving
-    schedule.backward_counter.clear()
-    both = registered.get(torch_schedules.OVERLAP_F_B)
-    if both is not None and given is not None and train:
-        for start, (whole, parts) in given.pairs.items():
-            found.fused[start] = _call(both, whole, context), parts
-        found.inside = frozenset(part for _, parts in given.pairs.values() for part in parts)
-    for kind, run in registered.items():
-        if kind.value in ActionKind.__members__:
-            found.by_kind[ActionKind[kind.value]] = _call_for(run, context)
-    for before, action in _gathering(schedule._gathering, given, row, place):
-        if action.computation_type in registered:
-            run = _call(registered[action.computation_type], action, context)
-            found.gathering.setdefault(before, []).append((action, run))
-    return found
+
+    later = (number for number in range(microbatch + 1, len(keys)) if keys[number] == keys[microbatch])
+    other = next(later, None)
+    return of(microbatch), None if other is None else of(other)
 
 
-def _gathering(
-    options: Gathering, given: GivenOrder | None, row: Sequence[Action], place: tuple[int, int]
-) -> list[tuple[Action | None, Any]]:
-    """torch's UNSHARD and RESHARD in their order, each with the action of the row that it comes before: where
-    a given order with transfers has them, else where torch would put them."""
-    order: list[Any] = [torch_action(each) for each in row if each.kind.is_compute]
-    if given is not None:
-        order = given.row_of({each.stage for each in row})
-    if given is None or not given.lowered:
-        order = with_gathering(order, options, *place)
-    runs = frozenset(row)
-    before: Action | None = None
-    found: list[tuple[Action | None, Any]] = []
-    for each in reversed(order):
-        if each is None:
-            continue
-        if each.computation_type in (torch_schedules.UNSHARD, torch_schedules.RESHARD):
-            found.append((before, each))
-        else:
-            before = next((part for part in parts_of(each) if part in runs), before)
-    return found[::-1]
+def _looks(feed: StepFeed) -> list[tuple[str, bool]]:
+    """Names for what the first stage's module gets of each micro-batch, by its shapes."""
+    owns = feed.owns_samples
+    return [(name, owns) for name in feed.digests()]
 
 
-def _call(run: Callable[..., None], whole: Any, context: Any) -> Callable[[], None]:
-    return lambda: run(whole, context)
+def _trainable(value: torch.Tensor) -> torch.Tensor:
+    """A copy where autograd could not take the value itself."""
+    return value.clone() if value.is_inference() else value
 
 
-def _call_for(run: Callable[..., None], context: Any) -> Callable[[Action], None]:
-    return lambda action: run(torch_action(action), context)
+def _of_first(feed: StepFeed) -> tuple[list[Any], list[Any]]:
+    return feed.shapes[0][0], feed.shapes_but_for_samples(0)

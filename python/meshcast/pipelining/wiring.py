@@ -12,55 +12,59 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from ..base.checks import Reader, dtype_name
 from ..errors import DeadlineExceededError, LayoutError, MeshcastError
+from ..groups.parent import parent_group
 from ..layout import Layout
 from ..planning.plan import Problem, plan_many
 from ..topology import Topology
 from ..transfers.handle import Handle
-from ..transfers.transfer import PersistentTransfer, PlanOptions
+from ..transfers.transfer import DEFAULT_OPTIONS, PersistentTransfer, PlanOptions
 from .action import Link
 from .board import PipelineBoard, Refused
-from .edge import Bundle, Delivery, Edge, bundles, check_edges, links_of, returns
+from .edge import Delivery, Edge, bundles, check_edges, links_of, returns
 from .inference import DataUse, Inferred, LocalValue, SentDTensor, Way, global_shape, with_empty
 from .parallel import gradient_placements
-from .stage import PipelineStage, make_transfer
-from .table import SharedGradients, StageTable
+from .table import RankStage, StageTable
 
 __all__ = [
     "Arrival",
     "EdgeTransfers",
+    "Example",
     "LocalShape",
+    "ShapesReport",
     "StageValue",
     "Wiring",
+    "as_input",
     "check_split",
     "connect",
-    "decode_value",
-    "encode_value",
     "gradient_layout",
+    "make_transfer",
+    "report_outputs",
     "transfer_times",
 ]
 
 
-class _Value(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def requires_grad(self) -> bool: ...
+@dataclass(frozen=True, slots=True)
+class StageValue:
+    """One value that leaves a stage in each micro-batch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    layout: Layout
+    sent: SentDTensor | None = None  # of a stage without mesh=: the DTensor that it is the local part of
 
 
 def check_split(
-    stage: PipelineStage,
-    inputs: Mapping[int, _Value],
-    outputs: Sequence[_Value],
+    stage: RankStage,
+    inputs: Mapping[int, StageValue],
+    outputs: Sequence[StageValue],
     last_outputs: Sequence[LocalValue] | None,
 ) -> None:
     """Raises LayoutError naming ``data_dims`` or ``loss_dims`` where the stage cannot know.
@@ -82,13 +86,13 @@ def check_split(
 
 
 def _check_data_dim(
-    stage: PipelineStage,
+    stage: RankStage,
     dim: int,
     cut: Sequence[int],
-    inputs: Mapping[int, _Value],
-    outputs: Sequence[_Value],
+    inputs: Mapping[int, StageValue],
+    outputs: Sequence[StageValue],
 ) -> None:
-    where = f"rank {stage.rank}, stage {stage.stage_index}"
+    where = f"stage {stage.stage_index}"
     whole = [
         index
         for index, value in inputs.items()
@@ -117,7 +121,7 @@ def _check_data_dim(
 
 
 def _check_loss_dim(
-    stage: PipelineStage, dim: int, value: _Value, index: int, outputs: Sequence[LocalValue]
+    stage: RankStage, dim: int, value: StageValue, index: int, outputs: Sequence[LocalValue]
 ) -> None:
     """Raises LayoutError where, by their sizes, the outputs that the loss is taken of are this rank's part
     of the input."""
@@ -136,7 +140,7 @@ def _check_loss_dim(
             ):
                 both = [*stage.loss_dims, dim]
                 raise LayoutError(
-                    f"rank {stage.rank}, stage {stage.stage_index}: over dimension {dim} of the mesh input "
+                    f"stage {stage.stage_index}: over dimension {dim} of the mesh input "
                     f"{index} is {placement}, and the loss is taken of outputs that are this rank's part. "
                     f"If every rank's loss is that of its own part, give loss_dims={both}, and the same "
                     "data_dims= where parameters are whole on these ranks (context parallelism, modules that "
@@ -144,7 +148,7 @@ def _check_loss_dim(
                 )
 
 
-def _local_shape(stage: PipelineStage, value: _Value, dim: int, placement: Placement) -> tuple[int, ...]:
+def _local_shape(stage: RankStage, value: StageValue, dim: int, placement: Placement) -> tuple[int, ...]:
     """The shape of the value on this rank, if `placement` were its placement over dimension `dim`."""
     others = value.layout.placements
     placements = (*others[:dim], placement, *others[dim + 1 :])
@@ -155,7 +159,7 @@ def _is_cut(placement: object) -> bool:
     return isinstance(placement, Shard) and placement.dim != 0
 
 
-def _has_tensor_parallel_parameters_only(stage: PipelineStage, dim: int) -> bool:
+def _has_tensor_parallel_parameters_only(stage: RankStage, dim: int) -> bool:
     """Returns whether every trained parameter is a DTensor over the ranks along the dimension."""
     along = stage.mesh.along([dim])
     return all(
@@ -166,37 +170,53 @@ def _has_tensor_parallel_parameters_only(stage: PipelineStage, dim: int) -> bool
     )
 
 
-_RANKS = torch.tensor([0])
+class _SentReport(NamedTuple):
+    """A `SentDTensor`. Its placements are those of a layout of one rank."""
+
+    placements: Layout
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    mesh: tuple[Any, ...] | None
 
 
-def encode_value(local: LocalValue, layout: Layout) -> dict[str, Any]:
-    """A local output and the layout it is a shard of."""
-    return {
-        "shape": list(local.shape),
-        "dtype": dtype_name(local.dtype),
-        "requires_grad": local.requires_grad,
-        "layout": layout.to_wire(),
-        "sent": None if local.sent is None else _encode(local.sent),
-    }
+class _OutputReport(NamedTuple):
+    """A local output of a rank, and the layout that it is a shard of."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    layout: Layout
+    sent: _SentReport | None
+
+    def sent_dtensor(self) -> SentDTensor | None:
+        if self.sent is None:
+            return None
+        return SentDTensor(self.sent.placements.placements, *self.sent[1:])
 
 
-def decode_value(text: dict[str, Any]) -> tuple[LocalValue, Layout]:
-    dtype = getattr(torch, text["dtype"])
-    layout = Layout.from_wire(Reader(text["layout"], "layout"))
-    sent = None if text["sent"] is None else _decode(text["sent"])
-    return LocalValue(tuple(text["shape"]), dtype, text["requires_grad"], None, sent), layout
+class ShapesReport(NamedTuple):
+    """The outputs of a stage on one rank. None: it has no samples, so others report them. needs_data: see
+    `Inferred`."""
+
+    outputs: list[_OutputReport] | None
+    needs_data: bool
 
 
-def _encode(sent: SentDTensor) -> dict[str, Any]:
-    # A layout of as many ranks has the placements' wire form.
-    placements = Layout(_RANKS.reshape([1] * len(sent.placements)), sent.placements).to_wire()
-    return {"placements": placements, "shape": sent.shape, "names": sent.names, "mesh": sent.layout}
-
-
-def _decode(text: dict[str, Any]) -> SentDTensor:
-    placements = Layout.from_wire(Reader(text["placements"], "placements")).placements
-    mesh = None if text["mesh"] is None else tuple(text["mesh"])
-    return SentDTensor(placements, tuple(text["shape"]), tuple(text["names"]), mesh)
+def report_outputs(stage: RankStage, inferred: Inferred) -> ShapesReport:
+    """The report of what a rank has inferred. The last stage only reports that it came this far: nobody must
+    wait for it in vain."""
+    if inferred.outputs is None and not stage.is_last:
+        return ShapesReport(None, inferred.needs_data)
+    outputs = []
+    for index, value in enumerate(() if stage.is_last else inferred.outputs or ()):
+        sent = None
+        if value.sent is not None:
+            one = torch.zeros([1] * len(value.sent.placements), dtype=torch.int64)
+            placements = Layout(one, value.sent.placements)
+            sent = _SentReport(placements, value.sent.shape, value.sent.names, value.sent.layout)
+        layout = stage.mesh.layout(stage.output_layout(index, value))
+        outputs.append(_OutputReport(value.shape, value.dtype, value.requires_grad, layout, sent))
+    return ShapesReport(outputs, inferred.needs_data)
 
 
 LocalShape = tuple[tuple[int, ...], torch.dtype]  # local shape and type
@@ -220,7 +240,7 @@ class EdgeTransfers:
         deliveries: Sequence[Delivery],
         sources: Sequence[LocalShape],
         buffers: Sequence[LocalShape],
-        stage: PipelineStage,
+        stage: RankStage,
         number: int,
     ) -> None:
         self.transfer = transfer
@@ -274,18 +294,25 @@ class EdgeTransfers:
         return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._buffers]
 
 
+def make_transfer(
+    stage: RankStage,
+    problems: Sequence[Problem],
+    lane: int,
+    op: str,
+    timeout: float,
+    options: PlanOptions = DEFAULT_OPTIONS,
+) -> PersistentTransfer:
+    """A transfer of the pipeline's for tensors on the device of a stage. The ranks agree on it in the
+    background, those on GPUs in its first call, which `EdgeTransfers.warm_up` makes."""
+    kind = "cuda" if stage.device.type == "cuda" else "cpu"
+    parent = parent_group(stage.group, op)
+    transfer = PersistentTransfer(parent, problems, op, options, device_types=(kind, kind), lane=lane)
+    if kind == "cpu":
+        transfer.agree_ahead(timeout)
+    return transfer
+
+
 _FIRST_LANE = 2  # below are the lanes of ordinary calls and their backward
-
-
-@dataclass(frozen=True, slots=True)
-class StageValue:
-    """One value that leaves a stage in each micro-batch."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    layout: Layout
-    sent: SentDTensor | None = None  # of a stage without mesh=: the DTensor that it is the local part of
 
 
 @dataclass(slots=True)
@@ -300,7 +327,7 @@ class Wiring:
     ways: dict[int, Way]  # in which each of this rank's stages runs
     forward: dict[Link, list[EdgeTransfers]]
     backward: dict[Link, EdgeTransfers]  # only links with a value that needs a gradient
-    shared: SharedGradients
+    free_lane: int  # lanes from here on have no transfer
 
     def edge_transfers(self) -> list[EdgeTransfers]:
         """Each once, by number: those of several ranks come in one order on all of them."""
@@ -308,86 +335,82 @@ class Wiring:
         return sorted({id(each): each for each in found}.values(), key=lambda each: each.number)
 
     def transfers(self) -> list[PersistentTransfer]:
-        own = [each.transfer for each in self.edge_transfers() if each.transfer is not None]
-        return [*own, *self.shared.transfers()]
-
-    def is_local(self, link: Link) -> bool:
-        """Returns whether both stages of the link are on this rank."""
-        return link[0] in self.inputs and link[1] in self.inputs
+        return [each.transfer for each in self.edge_transfers() if each.transfer is not None]
 
 
-_Agreed = tuple[
-    list[list[StageValue]],
-    tuple[Edge, ...],
-    dict[int, dict[int, StageValue]],
-    dict[int, Inferred],
-    list[Bundle],
-    dict[Link, list[tuple[Delivery, Problem]]],
-]
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A rank's part of one micro-batch, by which the ranks find the shapes of all values.
+
+    args: local arguments of the first stage. kwargs: local keyword arguments of each stage. again: another
+    micro-batch of these shapes, if there is one. everywhere_empty: it has no samples on any rank. looked:
+    what the first stage's module returns here, if that is known.
+    """
+
+    args: Sequence[Any]
+    kwargs: Mapping[int, Mapping[str, Any]]
+    again: Example | None = None
+    everywhere_empty: bool = False
+    looked: Inferred | None = None
 
 
 def connect(
-    stages: Mapping[int, PipelineStage],
+    stages: Mapping[int, RankStage],
     table: StageTable,
     board: PipelineBoard,
-    args: Sequence[Any],
-    kwargs: Mapping[int, Mapping[str, Any]],
-    again: tuple[Sequence[Any], Mapping[int, Mapping[str, Any]]] | None,
+    example: Example,
     timeout: float,
-    topic: str = "",
-    shared: SharedGradients | None = None,
-    everywhere_empty: bool = False,
-    looked: Inferred | None = None,
+    topic: str,
+    *,
+    first: bool,
 ) -> Wiring:
-    """Finds the shapes of all values, stage after stage, and compiles the transfers of this rank.
+    """Finds the shapes of all values, stage after stage, and compiles the transfers of this rank. Lanes have
+    the same numbers for all shapes of micro-batches: between two steps nothing is in flight.
 
     Args:
         stages: those of this rank, by number.
-        args: this rank's local arguments of one micro-batch, first stage only.
-        kwargs: local keyword arguments of one micro-batch, of each stage.
-        again: both of another micro-batch of these shapes, if there is one.
-        topic: begins the names of what the ranks tell each other here; another for each call.
-        shared: of an earlier call for micro-batches of another shape. Lanes have the same numbers in all of
-            them: between two steps nothing is on its way.
-        everywhere_empty: the micro-batch has no samples on any rank.
-        looked: what the first stage's module returns here, if that is known.
+        topic: begins the names of what the ranks report to each other here; another for each call.
+        first: no other wiring was made before.
 
     Raises:
         Refused: on all ranks, before a transfer was made: a shape, layout or module that does not fit.
     """
     try:
-        agreed = _agree(
-            stages, table, board, args, kwargs, again, topic, shared is None, everywhere_empty, looked
-        )
+        values, inferred = _agree_on_values(stages, table, board, example, topic)
+        num_stages = len(table.ranks)
+        edges = table.edges
+        edges = check_edges(_default_edges(values), num_stages) if edges is None else edges
+        for edge in edges:
+            _value_of(edge, values)
+        inputs = {index: _inputs(stage, table, edges, values) for index, stage in stages.items()}
+        for index, stage in stages.items():
+            _check_examples(stage, inputs[index], sizes=first)
+            if table.trains:
+                outputs = values[index] if index < len(values) else []
+                last_outputs = inferred[index].outputs if stage.is_last else None
+                check_split(stage, inputs[index], outputs, last_outputs)
+        routes, free_lane = _routes(edges, values, table)
+        # A rank whose own checks failed stays away from the transfers, which the others would wait for.
+        board.publish(f"{topic}checked", True)
+        board.collect(f"{topic}checked", bool)
     except MeshcastError as error:
         if isinstance(error, DeadlineExceededError):  # who is missing knows of nothing
             raise
         raise Refused(error) from error
-    values, edges, inputs_of, inferred, found_bundles, returned = agreed
-    links = links_of(edges)
-    # A lane of its own for each bundle and for the way back of each link: a receive posted ahead never delays
-    # another one.
-    back = _FIRST_LANE + len(found_bundles)
-    if shared is None:
-        shared = SharedGradients(stages, table, back + len(links), timeout)
-    ways = {}
-    for index, stage in stages.items():
-        own = [] if stage.is_last else values[index]
-        sums = [
-            number
-            for number, value in enumerate(own)
-            if any(isinstance(value.layout.placements[dim], Partial) for dim in stage.data_dims)
-        ]
-        given = [(value.shape, value.dtype, value.layout) for value in own]
-        outputs = None if stage.is_last else _local(given, stage.rank)
-        ways[index] = Way(outputs, inferred[index].stand_in, frozenset(sums))
-    wiring = Wiring(edges, links, values, inputs_of, ways, {}, {}, shared)
-    for number, bundle in enumerate(found_bundles):
-        _compile_bundle(wiring, stages, bundle, _FIRST_LANE + number, timeout)
-    for number, link in enumerate(links):
-        if returned.get(link) and (link[0] in stages or link[1] in stages):
-            _compile_return(wiring, stages, link, returned[link], back + number, timeout)
-    # In one order on all ranks of an edge. All are on their way before one is waited for, so that ranks of
+    ways = {index: _way(stage, inferred[index], values) for index, stage in stages.items()}
+    wiring = Wiring(edges, links_of(edges), values, inputs, ways, {}, {}, free_lane)
+    for route in routes:
+        here = [stage for stage in (route.source, *route.consumers) if stage in stages]
+        if not here:
+            continue
+        transfers = _edge_transfers(stages[here[0]], route, timeout)
+        for consumer in route.consumers:
+            link = route.source, consumer
+            if route.backward:
+                wiring.backward[link] = transfers
+            elif route.source in stages or consumer in stages:
+                wiring.forward.setdefault(link, []).append(transfers)
+    # In one order on all ranks of an edge. All are in flight before one is waited for, so that ranks of
     # different edges do not wait for each other.
     for handle in [each.warm_up(timeout) for each in wiring.edge_transfers()]:
         if handle is not None:
@@ -395,114 +418,95 @@ def connect(
     return wiring
 
 
-def _agree(
-    stages: Mapping[int, PipelineStage],
+def _agree_on_values(
+    stages: Mapping[int, RankStage],
     table: StageTable,
     board: PipelineBoard,
-    args: Sequence[Any],
-    kwargs: Mapping[int, Mapping[str, Any]],
-    again: tuple[Sequence[Any], Mapping[int, Mapping[str, Any]]] | None,
+    example: Example,
     topic: str,
-    first: bool,
-    everywhere_empty: bool,
-    looked: Inferred | None,
-) -> _Agreed:
-    """The agreement of all ranks before a transfer is made. Afterwards none of them has anything to
-    refuse."""
+) -> tuple[list[list[StageValue]], dict[int, Inferred]]:
+    """The outputs of all stages but the last, and what this rank has inferred of its own."""
     values: list[list[StageValue]] = []
     inferred: dict[int, Inferred] = {}
-    num_stages = len(table.ranks)
-    for index in range(num_stages):
+    for index, ranks in enumerate(table.ranks):
         where = f"{topic}shapes/{index}"
-        data: DataUse = "alone" if len(table.ranks[index]) > 1 else "if needed"
+        data: DataUse = "alone" if len(ranks) > 1 else "if needed"
         while True:
             if index in stages:
-                stage = stages[index]
-                inputs = _inputs(stage, table, table.edges, values)
-                given = _examples(stage, inputs) if index else list(args)
-                known = None if index or data == "always" else looked
-                more = None if again is None else (given if index else again[0], again[1][index])
-                inferred[index] = known or stage.infer(
-                    given, kwargs[index], table.trains, everywhere_empty, data, more
-                )
-                _publish_shapes(stage, board, where, inferred[index])
-            # The last stage only tells whether it came this far: nobody must wait for it in vain.
-            found = board.collect(where, table.ranks[index])
-            if data != "alone" or not any(published["needs_data"] for published in found.values()):
+                inferred[index] = _inferred(stages[index], table, values, example, data)
+                board.publish(where, report_outputs(stages[index], inferred[index]))
+            found = board.collect(where, ShapesReport, ranks)
+            if data != "alone" or not any(report.needs_data for report in found.values()):
                 break
             data, where = "always", f"{where}/data"  # all of its ranks, since modules communicate
-        values.append(_values(index, found, table))
-    del values[-1]
-    edges = table.edges
-    edges = check_edges(_default_edges(values), num_stages) if edges is None else edges
-    for edge in edges:
-        _value_of(edge, values)
-    inputs_of = {index: _inputs(stage, table, edges, values) for index, stage in stages.items()}
-    for index, stage in stages.items():
-        _check_examples(stage, inputs_of[index], sizes=first)
-        if table.trains:
-            outputs = values[index] if index < len(values) else []
-            check_split(stage, inputs_of[index], outputs, inferred[index].outputs if stage.is_last else None)
-    found_bundles = bundles(
-        edges, table.input_layout, {stage: table.row_of(stage) for stage in range(num_stages)}
+        if index < len(table.ranks) - 1:
+            values.append(_values(index, found, table))
+    return values, inferred
+
+
+def _inferred(
+    stage: RankStage,
+    table: StageTable,
+    values: Sequence[Sequence[StageValue]],
+    example: Example,
+    data: DataUse,
+) -> Inferred:
+    """values: the outputs of the stages before this one."""
+    index, again = stage.stage_index, example.again
+    if stage.is_first and data != "always" and example.looked is not None:
+        return example.looked
+    args, others = example.args, None if again is None else again.args
+    if not stage.is_first:
+        args = others = _examples(stage, _inputs(stage, table, table.edges, values))
+    more = None if again is None else (others, again.kwargs[index])
+    found: Inferred = stage.infer(
+        list(args), example.kwargs[index], table.trains, example.everywhere_empty, data, more
     )
-    returned = {
-        link: _returned(link, values, returns(found_bundles, *link, table.input_layout), table)
-        for link in (links_of(edges) if table.trains else [])
-    }
-    # A rank whose own checks failed stays away from the transfers, which the others would wait for.
-    board.publish(f"{topic}checked", {})
-    board.collect(f"{topic}checked")
-    return values, edges, inputs_of, inferred, found_bundles, returned
+    return found
 
 
-def _publish_shapes(stage: PipelineStage, board: PipelineBoard, topic: str, inferred: Inferred) -> None:
-    outputs = [] if stage.is_last else inferred.outputs
-    encoded = None
-    if outputs is not None:
-        encoded = [
-            encode_value(local, stage.mesh.layout(stage.output_layout(index, local)))
-            for index, local in enumerate(outputs)
-        ]
-    board.publish(topic, {"outputs": encoded, "needs_data": inferred.needs_data})
+def _way(stage: RankStage, inferred: Inferred, values: Sequence[Sequence[StageValue]]) -> Way:
+    if stage.is_last:
+        return Way(None, inferred.stand_in)
+    own = values[stage.stage_index]
+    sums = [
+        number
+        for number, value in enumerate(own)
+        if any(isinstance(value.layout.placements[dim], Partial) for dim in stage.data_dims)
+    ]
+    outputs = [(value.layout.local_shapes(value.shape)[stage.rank], value.dtype) for value in own]
+    return Way(outputs, inferred.stand_in, frozenset(sums))
 
 
-def _values(index: int, found: Mapping[int, Mapping[str, Any]], table: StageTable) -> list[StageValue]:
+def _values(index: int, reports: Mapping[int, ShapesReport], table: StageTable) -> list[StageValue]:
     """Outputs of a stage from what its ranks published."""
-    locals_of: dict[int, list[tuple[LocalValue, Layout]]] = {
-        rank: [decode_value(each) for each in published["outputs"]]
-        for rank, published in found.items()
-        if published["outputs"] is not None  # it has no samples, so others tell
-    }
-    if not locals_of:
-        raise LayoutError(f"stage {index}: no rank of {table.ranks[index]} has samples to find shapes from")
-    first_rank = next(rank for rank in table.ranks[index] if rank in locals_of)
-    first = locals_of[first_rank]
-    values = []
-    for rank, outputs in locals_of.items():
+    outputs_of = {rank: report.outputs for rank, report in reports.items() if report.outputs is not None}
+    ranks = table.ranks[index]
+    if not outputs_of:
+        raise LayoutError(f"stage {index}: no rank of {ranks} has samples to find shapes from")
+    first_rank = next(rank for rank in ranks if rank in outputs_of)
+    first = outputs_of[first_rank]
+    for rank, outputs in outputs_of.items():
         if len(outputs) != len(first):
             raise LayoutError(
                 f"stage {index}: rank {first_rank} has {len(first)} outputs, rank {rank} has {len(outputs)}"
             )
-    for output, (local, layout) in enumerate(first):
-        what = f"stage {index}, output {output}"
-        for rank, outputs in locals_of.items():
-            if (outputs[output][0].dtype, outputs[output][1]) != (local.dtype, layout):
+    values = []
+    for number, mine in enumerate(first):
+        what = f"stage {index}, output {number}"
+        found = {rank: outputs[number] for rank, outputs in outputs_of.items()}
+        for rank, other in found.items():
+            if (other.dtype, other.layout) != (mine.dtype, mine.layout):
                 raise LayoutError(
-                    f"{what}: rank {first_rank} has {local.dtype} in {layout}, rank {rank} has "
-                    f"{outputs[output][0].dtype} in {outputs[output][1]}"
+                    f"{what}: rank {first_rank} has {mine.dtype} in {mine.layout}, rank {rank} has "
+                    f"{other.dtype} in {other.layout}"
                 )
-        shapes = {rank: outputs[output][0].shape for rank, outputs in locals_of.items()}
-        shape = global_shape(layout, with_empty(shapes, layout, table.data_dims[index]), what)
-        values.append(
-            StageValue(
-                shape,
-                local.dtype,
-                any(outputs[output][0].requires_grad for outputs in locals_of.values()),
-                layout,
-                local.sent if table.alone[index] else None,
-            )
-        )
+        known = {rank: other.shape for rank, other in found.items()}
+        stage = table.stages[index]
+        shape = global_shape(mine.layout, with_empty(known, mine.layout, stage.data_dims), what)
+        needs_grad = any(other.requires_grad for other in found.values())
+        sent = mine.sent_dtensor() if stage.alone else None
+        values.append(StageValue(shape, mine.dtype, needs_grad, mine.layout, sent))
     return values
 
 
@@ -522,7 +526,7 @@ def _value_of(edge: Edge, values: Sequence[Sequence[StageValue]]) -> StageValue:
 
 
 def _inputs(
-    stage: PipelineStage,
+    stage: RankStage,
     table: StageTable,
     edges: Sequence[Edge] | None,
     values: Sequence[Sequence[StageValue]],
@@ -541,22 +545,27 @@ def _inputs(
     return dict(sorted(inputs.items()))
 
 
-def _examples(stage: PipelineStage, inputs: Mapping[int, StageValue]) -> list[torch.Tensor]:
+def _examples(stage: RankStage, inputs: Mapping[int, StageValue]) -> list[torch.Tensor]:
     """Stand-ins of this rank's inputs, for shape inference only."""
     examples = []
     for index, value in inputs.items():
-        local = torch.empty(
-            value.layout.local_shapes(value.shape)[stage.rank], dtype=value.dtype, device=stage.device
-        )
-        if stage.use_dtensor:
-            local = stage.wrap(local, stage.input_placements[index], value.shape)
-        elif value.sent is not None:
-            local = stage.as_before(local, value.sent)
-        examples.append(local.requires_grad_(value.requires_grad))
+        shape = value.layout.local_shapes(value.shape)[stage.rank]
+        local = torch.empty(shape, dtype=value.dtype, device=stage.device)
+        examples.append(as_input(stage, index, local, value).requires_grad_(value.requires_grad))
     return examples
 
 
-def _check_examples(stage: PipelineStage, inputs: Mapping[int, StageValue], *, sizes: bool) -> None:
+def as_input(stage: RankStage, index: int, local: torch.Tensor, value: StageValue) -> torch.Tensor:
+    """This rank's part of a value, as the module of a stage gets it."""
+    found: torch.Tensor = local
+    if stage.use_dtensor:
+        found = stage.wrap(local, stage.input_placements[index], value.shape)
+    elif value.sent is not None:
+        found = stage.as_before(local, value.sent)
+    return found
+
+
+def _check_examples(stage: RankStage, inputs: Mapping[int, StageValue], *, sizes: bool) -> None:
     """sizes: of the first dimension as well, which later micro-batches may have another of."""
     if stage.input_examples is None or not inputs:
         return
@@ -571,92 +580,68 @@ def _check_examples(stage: PipelineStage, inputs: Mapping[int, StageValue], *, s
         begin = 0 if sizes else 1
         if tuple(local.shape)[begin:] != tuple(expected)[begin:] or example.dtype != value.dtype:
             raise LayoutError(
-                f"rank {stage.rank}, stage {stage.stage_index}, input {index}: input_args says "
+                f"stage {stage.stage_index}, input {index}: input_args says "
                 f"{example.dtype} {tuple(local.shape)}, "
                 f"its producer sends {value.dtype} {tuple(expected)}"
             )
 
 
-def _compile_bundle(
-    wiring: Wiring, stages: Mapping[int, PipelineStage], bundle: Bundle, number: int, timeout: float
-) -> None:
-    own = [stage for stage in (bundle.source, *bundle.consumers) if stage in stages]
-    if not own:
-        return
-    problems: list[Problem] = []
-    for each in bundle.deliveries:
-        value = wiring.values[bundle.source][each.output]
-        problems.append(Problem(value.shape, value.dtype, value.layout, each.layout))
-    name = f"pipeline {bundle.source}->{','.join(map(str, bundle.consumers))} forward"
-    transfers = _edge_transfers(
-        stages[own[0]], problems, bundle.consumers, bundle.deliveries, number, name, timeout
-    )
-    for consumer in bundle.consumers:
-        if bundle.source in stages or consumer in stages:
-            wiring.forward.setdefault((bundle.source, consumer), []).append(transfers)
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """The values that travel in one transfer for each micro-batch, or their gradients, which go back."""
+
+    source: int
+    consumers: tuple[int, ...]
+    deliveries: Sequence[Delivery]
+    problems: Sequence[Problem]
+    lane: int
+    backward: bool = False
+
+    def __str__(self) -> str:
+        consumers = ",".join(map(str, self.consumers))
+        return f"pipeline {self.source}->{consumers} {'backward' if self.backward else 'forward'}"
 
 
-def _returned(
-    link: Link, values: Sequence[Sequence[StageValue]], given: Sequence[Delivery], table: StageTable
-) -> list[tuple[Delivery, Problem]]:
-    """The deliveries whose gradients travel back over a link, and how they travel. Raises LayoutError for a
-    value whose gradient has no layout."""
-    source, consumer = link
-    returned: list[tuple[Delivery, Problem]] = []
-    for each in given:
-        value = values[source][each.output]
-        if value.requires_grad:
-            layouts = gradient_layout(each.layout, table.summed[consumer]), gradient_layout(value.layout)
-            returned.append((each, Problem(value.shape, value.dtype, *layouts)))
-    return returned
+def _routes(
+    edges: Sequence[Edge], values: Sequence[Sequence[StageValue]], table: StageTable
+) -> tuple[list[_Route], int]:
+    """All routes of the pipeline, and the first free lane. Each has a lane of its own: a receive posted ahead
+    never delays another one. Raises LayoutError for a value whose gradient has no layout."""
+    rows = {stage: table.row_of(stage) for stage in range(len(table.ranks))}
+    found, links = bundles(edges, table.input_layout, rows), links_of(edges)
+    routes = []
+    for lane, bundle in enumerate(found, _FIRST_LANE):
+        own = [(values[bundle.source][each.output], each.layout) for each in bundle.deliveries]
+        problems = [Problem(value.shape, value.dtype, value.layout, layout) for value, layout in own]
+        routes.append(_Route(bundle.source, bundle.consumers, bundle.deliveries, problems, lane))
+    free = _FIRST_LANE + len(found)
+    for lane, (source, consumer) in enumerate(links if table.trains else (), free):
+        deliveries = [
+            each
+            for each in returns(found, source, consumer, table.input_layout)
+            if values[source][each.output].requires_grad
+        ]
+        problems = []
+        for each in deliveries:
+            value = values[source][each.output]
+            given = gradient_layout(each.layout, table.stages[consumer].summed)
+            problems.append(Problem(value.shape, value.dtype, given, gradient_layout(value.layout)))
+        if deliveries:
+            routes.append(_Route(source, (consumer,), deliveries, problems, lane, backward=True))
+    return routes, free + len(links)
 
 
-def _compile_return(
-    wiring: Wiring,
-    stages: Mapping[int, PipelineStage],
-    link: Link,
-    returned: Sequence[tuple[Delivery, Problem]],
-    number: int,
-    timeout: float,
-) -> None:
-    source, consumer = link
-    stage = stages[source] if source in stages else stages[consumer]
-    name = f"pipeline {source}->{consumer} backward"
-    deliveries, problems = [each for each, _ in returned], [problem for _, problem in returned]
-    wiring.backward[link] = _edge_transfers(stage, problems, (consumer,), deliveries, number, name, timeout)
-
-
-def _edge_transfers(
-    stage: PipelineStage,
-    problems: list[Problem],
-    consumers: Sequence[int],
-    deliveries: Sequence[Delivery],
-    number: int,
-    op: str,
-    timeout: float,
-) -> EdgeTransfers:
-    if all(_stays(shape, source, target) for shape, _, source, target in problems):
-        return EdgeTransfers(None, consumers, deliveries, [], [], stage, number)
-    transfer = make_transfer(
-        stage.device,
-        stage.group,
-        problems,
-        number,
-        op,
-        timeout,
-        PlanOptions(stage.strategy, stage.topology),
-    )
-    sources = [(shape, dtype, source) for shape, dtype, source, _ in problems]
-    targets = [(shape, dtype, target) for shape, dtype, _, target in problems]
-    return EdgeTransfers(
-        transfer,
-        consumers,
-        deliveries,
-        _local(sources, stage.rank),
-        _local(targets, stage.rank),
-        stage,
-        number,
-    )
+def _edge_transfers(stage: RankStage, route: _Route, timeout: float) -> EdgeTransfers:
+    transfer = None
+    sources: list[LocalShape] = []
+    targets: list[LocalShape] = []
+    if not all(_stays(shape, source, target) for shape, _, source, target in route.problems):
+        options = PlanOptions(stage.strategy, stage.topology)
+        transfer = make_transfer(stage, route.problems, route.lane, str(route), timeout, options)
+        for shape, dtype, source, target in route.problems:
+            sources += _local(shape, dtype, source, stage.rank)
+            targets += _local(shape, dtype, target, stage.rank)
+    return EdgeTransfers(transfer, route.consumers, route.deliveries, sources, targets, stage, route.lane)
 
 
 def _stays(shape: Sequence[int], source: Layout, target: Layout) -> bool:
@@ -665,10 +650,8 @@ def _stays(shape: Sequence[int], source: Layout, target: Layout) -> bool:
     return not pending and source.shards(shape) == target.shards(shape)
 
 
-def _local(values: Sequence[tuple[Sequence[int], torch.dtype, Layout]], rank: int) -> list[LocalShape]:
-    return [
-        (layout.local_shapes(shape)[rank], dtype) for shape, dtype, layout in values if rank in layout.ranks
-    ]
+def _local(shape: Sequence[int], dtype: torch.dtype, layout: Layout, rank: int) -> list[LocalShape]:
+    return [(layout.local_shapes(shape)[rank], dtype)] if rank in layout.ranks else []
 
 
 def gradient_layout(layout: Layout, summed: Sequence[int] = ()) -> Layout:
@@ -683,25 +666,10 @@ def transfer_times(
 ) -> dict[Link, float]:
     """Seconds of one micro-batch over each link, what `simulate` takes as ``transfer``: the longer of values
     and gradients. A value for several stages counts for each of them."""
-    rows = {stage: table.row_of(stage) for stage in range(len(table.ranks))}
-    found = bundles(wiring.edges, table.input_layout, rows)
     times = dict.fromkeys(wiring.links, 0.0)
-    for bundle in found:
-        problems = []
-        for each in bundle.deliveries:
-            value = wiring.values[bundle.source][each.output]
-            problems.append((value.shape, value.dtype, value.layout, each.layout))
-        seconds = plan_many(problems, topology=topology, strategy=strategy).makespan
-        for consumer in bundle.consumers:
-            times[bundle.source, consumer] += seconds
-    for link in wiring.links:
-        problems = []
-        for each in returns(found, *link, table.input_layout):
-            value = wiring.values[link[0]][each.output]
-            if table.trains and value.requires_grad:
-                back = gradient_layout(value.layout)
-                problems.append((value.shape, value.dtype, gradient_layout(each.layout), back))
-        if problems:
-            seconds = plan_many(problems, topology=topology, strategy=strategy).makespan
-            times[link] = max(times[link], seconds)
+    for route in _routes(wiring.edges, wiring.values, table)[0]:  # those of gradients come last
+        seconds = plan_many(route.problems, topology=topology, strategy=strategy).makespan
+        for consumer in route.consumers:
+            link = route.source, consumer
+            times[link] = max(times[link], seconds) if route.backward else times[link] + seconds
     return times

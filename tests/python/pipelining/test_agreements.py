@@ -3,140 +3,163 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from meshcast.base import forks
+from meshcast.base.wire import pack, unpack
 from meshcast.errors import LayoutError
 from meshcast.layout import Layout
+from meshcast.pipelining import Edge
+from meshcast.pipelining.board import PipelineBoard
 from meshcast.pipelining.inference import Inferred, LocalValue, infer_outputs, stand_ins, with_empty
 from meshcast.pipelining.microbatch import cut
 from meshcast.pipelining.parallel import StageMesh, gradient_placements, numbered_dims
-from meshcast.pipelining.varying import agree_on_step
+from meshcast.pipelining.table import (
+    Claim,
+    Dealt,
+    GivenValues,
+    OpaqueValue,
+    RankReport,
+    StageTable,
+    StepAnswer,
+    StepReport,
+    agree_on_stages,
+    agree_on_step,
+    describe_stages,
+)
 from torch import nn
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.microbatch import _Replicate as Whole
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 
-def said(**fields: object) -> dict:
-    known = {"mode": "step", "shapes": ["a", "b"], "alike": False, "samples": None}
-    return {**known, "weighted": None, "order": "", **fields}
+def said(**fields: Any) -> StepReport:
+    return StepReport(**{"shapes": ["a", "b"], **fields})
 
 
 def test_ranks_that_were_given_unlike_orders() -> None:
-    (rank, text), *others = agree_on_step({2: said(order="a"), 5: said(order="b")})["refused"]
+    (rank, text), *others = agree_on_step({2: said(order="a"), 5: said(order="b")}).refused
     assert (rank, others) == (2, [])
     assert "rank 2 has a, rank 5 has b" in text
 
 
+def test_reports_and_answers_survive_the_wire() -> None:
+    opaque = OpaqueValue(-1, 4, "argument 1", ".cache[0]", "Cache", "Declare it.")
+    values = given(opaque=[opaque], digests={"args": ("a", "b")}, batch=None)
+    report = said(samples=[2, 1], weight=0.5, weighted=True, given={0: values, 3: given()})
+    found = unpack(StepReport, pack(report))
+    assert (found.given, found.samples, found.weight) == (report.given, [2, 1], 0.5)
+    answer = agree_on_step({0: said(samples=[2, 1]), 3: said(weight=1.5)})
+    assert unpack(StepAnswer, pack(answer))._replace(keys=answer.keys, samples=answer.samples) == answer
+    refused = agree_on_step({0: said(), 5: StepReport("no")})
+    assert list(unpack(StepAnswer, pack(refused)).refused) == [(5, "no")]
+
+
 def test_the_first_stage_tells_the_samples_and_anyone_the_rest() -> None:
     answer = agree_on_step({0: said(samples=[2, 1]), 3: said(alike=True), 4: said(weighted=True)})
-    assert (answer["samples"], answer["alike"], answer["weighted"]) == ([2, 1], True, True)
+    assert (answer.samples, answer.alike, answer.weighted) == ([2, 1], True, True)
     same = agree_on_step({0: said(samples=[2, 1]), 3: said(), 4: said()})
     other = agree_on_step({0: said(samples=[2, 1]), 3: said(shapes=["a", "c"]), 4: said()})
-    assert answer["keys"] == same["keys"]
-    assert same["keys"][0] == other["keys"][0] != same["keys"][1] != other["keys"][1]
-    assert (same["alike"], same["weighted"]) == (False, None)
+    assert answer.keys == same.keys
+    assert same.keys[0] == other.keys[0] != same.keys[1] != other.keys[1]
+    assert (same.alike, same.weighted) == (False, None)
 
 
 def test_all_who_refuse_are_named_the_first_one_first() -> None:
-    answer = agree_on_step({0: said(samples=[1]), 5: {"refused": "no"}, 2: {"refused": "never"}})
-    assert answer == {"refused": [[2, "never"], [5, "no"]]}
-    (rank, text), *others = agree_on_step({0: said(), 1: said(mode="eval")})["refused"]
+    answer = agree_on_step({0: said(samples=[1]), 5: StepReport("no"), 2: StepReport("never")})
+    assert answer.refused == [(2, "never"), (5, "no")]
+    (rank, text), *others = agree_on_step({0: said(), 1: said(mode="eval")}).refused
     assert (rank, others) == (0, [])
     assert "rank 0 calls step, rank 1 calls eval" in text
 
 
-def given(**fields: object) -> dict:
-    known = {
-        "where": "here",
-        "grid": [2],
-        "local": False,
-        "part": 0,
-        "batch": [2, 2],
-        "own": False,
-        "objects": [],
-    }
-    return {**known, "claims": [[-1, "args", 4, "argument 0", [4, 3], "Declare it."]], **fields}
+def given(**fields: Any) -> GivenValues:
+    claims = [Claim(-1, "args", 4, "argument 0", (4, 3), "Declare it.")]
+    return GivenValues([2], 0, False, [2, 2], False, claims, [], {})._replace(**fields)
 
 
-def of_ranks(*stages: dict[int, dict], **fields: object) -> dict:
-    entries: dict[int, dict] = {}
+def of_ranks(*stages: dict[int, GivenValues], **fields: Any) -> dict[int, StepReport]:
+    entries: dict[int, dict[int, GivenValues]] = {}
     for stage, ranks in enumerate(stages):
         for rank, each in ranks.items():
-            entries.setdefault(rank, {})[str(stage)] = each
+            entries.setdefault(rank, {})[stage] = each
     return {
-        rank: said(given=each, samples=[2, 2] if "0" in each else None, **fields)
+        rank: said(given=each, samples=[2, 2] if 0 in each else None, **fields)
         for rank, each in entries.items()
     }
 
 
-def claim(rows: int, name: str = "target", piece: int = -1) -> list:
+def claim(rows: int, name: str = "target", piece: int = -1) -> list[Claim]:
     kind = "target" if name == "target" else "args"
-    return [[piece, kind, rows, name, [rows, 3], "Share it."]]
+    return [Claim(piece, kind, rows, name, (rows, 3), "Share it.")]
 
 
 def test_what_does_not_fit_the_batch_is_refused() -> None:
     first = {0: given(), 1: given(part=1)}
     answer = agree_on_step(of_ranks(first, {2: given(claims=claim(4)), 3: given(claims=claim(4), part=1)}))
-    assert (answer["rows"], answer["dealt"]) == ([2, 2], None)
+    assert (answer.rows, answer.dealt) == ([2, 2], None)
     for rows, piece in ((3, -1), (8, -1), (3, 1)):
         last = {rank: given(claims=claim(rows, piece=piece)) for rank in (2, 3)}
-        found = agree_on_step(of_ranks(first, last))["refused"]
+        found = agree_on_step(of_ranks(first, last)).refused
         assert [rank for rank, _ in found] == [2, 3]
-        assert f"here: target has {rows} samples (its shape is ({rows}, 3))" in found[0][1]
+        assert (
+            f"pipeline on rank 2: stage 1: target has {rows} samples (its shape is ({rows}, 3))"
+            in found[0][1]
+        )
         assert ("the batch has 4" if piece < 0 else "micro-batch 1 has 2") in found[0][1]
         assert "Share it." in found[0][1]
     # As torch takes it, several rows of a target may belong to a sample.
     last = {2: given(claims=claim(8))}
-    assert agree_on_step(of_ranks(first, last, as_torch=True))["rows"] == [2, 2]
-    assert "refused" in agree_on_step(of_ranks(first, {2: given(claims=claim(6))}, as_torch=True))
+    assert agree_on_step(of_ranks(first, last, as_torch=True)).rows == [2, 2]
+    assert agree_on_step(of_ranks(first, {2: given(claims=claim(6))}, as_torch=True)).refused
     # Arguments are cut by their own size there: micro-batches may have fewer lengths than samples.
     last = {2: given(claims=claim(2, "keyword argument 'lengths'"))}
-    assert agree_on_step(of_ranks(first, last, as_torch=True))["rows"] == [2, 2]
-    assert "refused" in agree_on_step(of_ranks(first, last))
-    objects = [[-1, 4, "argument 1", ".cache[0]", "Cache", "Declare it."]]
-    (_, text), *_ = agree_on_step(of_ranks({0: given(objects=objects)}))["refused"]
+    assert agree_on_step(of_ranks(first, last, as_torch=True)).rows == [2, 2]
+    assert agree_on_step(of_ranks(first, last)).refused
+    opaque = [OpaqueValue(-1, 4, "argument 1", ".cache[0]", "Cache", "Declare it.")]
+    (_, text), *_ = agree_on_step(of_ranks({0: given(opaque=opaque)})).refused
     assert "argument 1 is of type Cache, whose .cache[0] has 4 samples" in text
 
 
 def test_ranks_of_a_stage_that_were_given_different_values() -> None:
-    def digests(plain: str, own: str = "") -> dict:
-        return {"digests": {"args": [plain, own]}}
+    def digests(plain: str, own: str = "") -> dict[str, Any]:
+        return {"digests": {"args": (plain, own)}}
 
     first = {0: given(**digests("a")), 1: given(**digests("b"), part=1)}
-    (rank, text), *others = agree_on_step(of_ranks(first))["refused"]
+    (rank, text), *others = agree_on_step(of_ranks(first)).refused
     assert (rank, others) == (1, [])
     assert "ranks 0 and 1 of stage 0 were given different arguments" in text
     assert "local_batch=True" in text
     sizes = {0: given(), 1: given(claims=claim(6, "argument 0"), batch=[3, 3], part=1)}
     assert (
-        "ranks 0 and 1 of stage 0 were given different values"
-        in agree_on_step(of_ranks(sizes))["refused"][0][1]
+        "ranks 0 and 1 of stage 0 were given different values" in agree_on_step(of_ranks(sizes)).refused[0][1]
     )
 
 
 def test_ranks_that_give_their_own_samples() -> None:
-    def own(part: int, rows: list[int], **fields: object) -> dict:
+    def own(part: int, rows: list[int], **fields: Any) -> GivenValues:
         return given(
             own=True, local=True, part=part, batch=rows, claims=claim(sum(rows), "argument 0"), **fields
         )
 
     first = {0: own(0, [2, 2]), 1: own(1, [2, 1])}
     answer = agree_on_step(of_ranks(first, {2: own(0, [2, 2]), 3: own(1, [2, 1])}))
-    assert (answer["rows"], answer["samples"]) == ([4, 3], [4, 3])
-    assert answer["dealt"] == {"rows": [[2, 2], [2, 1]], "grid": [2]}
-    assert answer["keys"] != agree_on_step(of_ranks({0: own(0, [2, 2]), 1: own(1, [2, 2])}))["keys"]
+    assert (answer.rows, answer.samples) == ([4, 3], [4, 3])
+    assert answer.dealt == Dealt([[2, 2], [2, 1]], [2])
+    assert answer.keys != agree_on_step(of_ranks({0: own(0, [2, 2]), 1: own(1, [2, 2])})).keys
     for wrong, words in (
         ({0: own(0, [2, 1]), 1: own(1, [2, 2])}, "3 samples of its own"),
         ({0: own(0, [0, 0]), 1: own(1, [0, 0])}, "no samples on any rank"),
         ({0: own(0, [2, 2]), 1: own(0, [2, 1])}, "ranks 0 and 1 of stage 0"),
         ({0: own(0, [2, 2]), 1: given(part=1)}, "ranks 0 and 1 of stage 0"),
     ):
-        assert words in agree_on_step(of_ranks(wrong))["refused"][0][1]
+        assert words in agree_on_step(of_ranks(wrong)).refused[0][1]
     other = {rank: own(rank - 2, [2, 2], grid=[3]) for rank in (2, 3, 4)}
-    assert "over 3 ranks, stage 0 over 2 ranks" in agree_on_step(of_ranks(first, other))["refused"][0][1]
+    assert "over 3 ranks, stage 0 over 2 ranks" in agree_on_step(of_ranks(first, other)).refused[0][1]
 
 
 def test_gradients_of_whole_values_are_pending_sums_over_data_dimensions() -> None:
@@ -327,3 +350,51 @@ def test_shapes_that_depend_on_data_are_refused_with_both_causes() -> None:
         LayoutError, match=r"could not be inferred \(ValueError: not with .*; on zeros ValueError"
     ):
         infer_outputs(Broken(), [torch.ones(3)], {}, with_grad=False, what="s")
+
+
+def described(stage: int, shared: dict[str, torch.Tensor], **fields: Any) -> RankReport:
+    """The report of a rank that has one stage, of its own number, as another rank reads it."""
+    known: dict[str, Any] = {
+        "stage_index": stage,
+        "num_stages": 2,
+        "device": torch.device("cpu"),
+        "edges": (Edge(0, 0, 1, 0),),
+        "mesh": SimpleNamespace(ranks=[stage], layout=lambda each: Layout([stage], each)),
+        "input_placements": SimpleNamespace(listed=lambda: [[Replicate()]]),
+        "data_dims": [0],
+        "summed_dims": [],
+        "shared": shared,
+        "alone": True,
+    }
+    report = describe_stages([SimpleNamespace(**{**known, **fields})], "1F1B", 4, trains=stage == 1)
+    return unpack(RankReport, pack(report))
+
+
+def table_of(*reports: RankReport) -> StageTable:
+    board = mock.Mock(spec=PipelineBoard)
+    board.ranks = list(range(len(reports)))
+    board.collect.return_value = dict(enumerate(reports))
+    return agree_on_stages(board)
+
+
+def test_the_table_of_stages_is_what_the_ranks_report() -> None:
+    tied = torch.ones(3, 2)
+    table = table_of(described(0, {"tied": tied}), described(1, {"tied": tied}))
+    assert (table.ranks, table.rows, table.trains, table.as_torch) == ([[0], [1]], [[0], [1]], True, True)
+    assert (table.shared, table.edges) == ({"tied": [0, 1]}, (Edge(0, 0, 1, 0),))
+    assert table.input_layout(1, 5) == Layout([1], [Replicate()])
+    for reports, words in (
+        ((described(0, {}), described(1, {"tied": tied})), "'tied': only stage 1 names it"),
+        (
+            (described(0, {"tied": tied}), described(1, {"tied": tied.T})),
+            r"stage 0 has torch.float32 \(3, 2\), stage 1 has torch.float32 \(2, 3\)",
+        ),
+        (
+            (described(0, {}), described(1, {}, edges=None)),
+            "on edges: rank 0 has .* rank 1 has None",
+        ),
+        ((described(0, {}), described(0, {})), "on a mesh of ranks"),
+        ((described(0, {}),), "stage 1 is on no rank"),
+    ):
+        with pytest.raises(LayoutError, match=words):
+            table_of(*reports)

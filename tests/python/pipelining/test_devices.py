@@ -15,9 +15,9 @@ from meshcast.errors import LayoutError
 from meshcast.pipelining import Edge, PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
 from meshcast.pipelining.board import PipelineBoard
 from meshcast.pipelining.edge import Delivery
-from meshcast.pipelining.stage import make_transfer, stage_device
+from meshcast.pipelining.stage import stage_device
 from meshcast.pipelining.table import agree_on_stages, describe_stages
-from meshcast.pipelining.wiring import EdgeTransfers, LocalShape, Wiring
+from meshcast.pipelining.wiring import EdgeTransfers, LocalShape, Wiring, make_transfer
 from meshcast.transfers.gpu import GpuMedium
 from meshcast.transfers.transfer import PersistentTransfer, PlanOptions
 from torch import nn
@@ -91,11 +91,13 @@ def test_transfers_are_those_of_the_device() -> None:
     problems = [((2,), torch.float32, layout, layout)]
     options = PlanOptions("broadcast")
     with mock.patch.object(PersistentTransfer, "agree_ahead") as ahead:
-        made = make_transfer(GPU, None, problems, 5, "pipeline", 3.0, options)
+        there = stage()
+        there.device = GPU
+        made = make_transfer(there, problems, 5, "pipeline", 3.0, options)
         assert isinstance(made._medium, GpuMedium) and made._device_types == ("cuda", "cuda")
         assert (made._lane, made._op, made._options, made._backward) == (5, "pipeline", options, None)
         ahead.assert_not_called()
-        made = make_transfer(CPU, None, problems, 7, "pipeline", 3.0)
+        made = make_transfer(stage(), problems, 7, "pipeline", 3.0)
         assert made._medium is None and made._lane == 7
         ahead.assert_called_once_with(3.0)
 
@@ -207,7 +209,7 @@ def test_edges_come_in_one_order() -> None:
     wiring = Wiring(
         edges=(), links=[(0, 1), (0, 2), (0, 3)], values=[], inputs={}, ways={},
         forward={(0, 1): made[:2], (0, 3): [made[1], made[3]], (0, 2): [made[2]]},
-        backward={(0, 2): made[5], (0, 1): made[4]}, shared=mock.Mock(),
+        backward={(0, 2): made[5], (0, 1): made[4]}, free_lane=0,
     )  # fmt: skip
     assert wiring.edge_transfers() == made
 

@@ -188,7 +188,7 @@ def step(
     wiring = Wiring(
         edges=(), links=links, values=[[value]] * (STAGES - 1), inputs={index: {0: value} if index else {}},
         ways={index: Way(None if index == STAGES - 1 else [(value.shape, value.dtype)])},
-        forward={link: [each] for link, each in forward.items()}, backward=backward, shared=None,
+        forward={link: [each] for link, each in forward.items()}, backward=backward, free_lane=0,
     )  # type: ignore[arg-type]  # fmt: skip
     recipe = Recipe(schedule, STAGES, MICROBATCHES, None, None, None, {}, delayed)
     row = recipe.lowered(STAGES, train=True)[index]

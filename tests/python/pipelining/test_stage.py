@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed.pipelining as theirs
 from meshcast import Layout
 from meshcast import pipelining as ours
 from meshcast.base.checks import Reader
+from meshcast.base.wire import pack, unpack
 from meshcast.errors import AbortedError, LayoutError, MeshcastError
 from meshcast.pipelining import (
     PipelineStage,
@@ -24,7 +26,7 @@ from meshcast.pipelining import (
     get_schedule_class,
 )
 from meshcast.pipelining.action import ScheduleError
-from meshcast.pipelining.inference import LocalValue, global_shape, infer_outputs
+from meshcast.pipelining.inference import Inferred, LocalValue, SentDTensor, global_shape, infer_outputs
 from meshcast.pipelining.parallel import (
     StageMesh,
     ValuePlacements,
@@ -34,7 +36,7 @@ from meshcast.pipelining.parallel import (
     shared_parameters_of,
 )
 from meshcast.pipelining.schedule import ScheduleOptions
-from meshcast.pipelining.wiring import decode_value, encode_value
+from meshcast.pipelining.wiring import ShapesReport, report_outputs
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
@@ -296,10 +298,23 @@ def test_shards_that_no_layout_has_are_refused() -> None:
     assert caught.value.rank == 1
 
 
-def test_values_survive_the_wire() -> None:
+def test_outputs_survive_the_wire() -> None:
     layout = Layout([[0, 1], [2, 3]], [Shard(1), Partial("sum")])
-    value = LocalValue((2, 0, 5), torch.bfloat16, True)
-    assert decode_value(encode_value(value, layout)) == (value, layout)
+    stage = mock.Mock(is_last=False)
+    stage.mesh.layout.return_value = layout
+    sent = SentDTensor((Shard(0), Replicate()), (4, 0, 5), ("dp", "tp"), (((2,), (1,)),))
+    for each in (None, sent):
+        value = LocalValue((2, 0, 5), torch.bfloat16, True, None, each)
+        report = report_outputs(stage, Inferred([value], needs_data=True))
+        (found,), needs_data = unpack(ShapesReport, pack(report))
+        assert needs_data
+        assert found[:4] == (value.shape, value.dtype, value.requires_grad, layout)
+        assert (found.sent_dtensor() is None) == (each is None)
+        if found.sent_dtensor() is not None:
+            assert found.sent_dtensor().placements == sent.placements
+            assert found.sent_dtensor().shape == sent.shape
+            assert found.sent_dtensor().names == sent.names
+    assert unpack(ShapesReport, pack(report_outputs(stage, Inferred(None)))).outputs is None
 
 
 class Counting(nn.Module):
