@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshcast import LayoutError
-from meshcast.backend.inner_nccl import InnerNccl
+from meshcast.backend.backend import InnerNccl
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard

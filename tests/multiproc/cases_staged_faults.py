@@ -142,7 +142,7 @@ def a_gpu_that_stalls_runs_into_the_limit(context) -> None:
                     run()
             else:
                 error = error_of(run)
-                assert "rank 4: reshard: the GPU had not copied the source to the host" in str(error), error
+                assert "reshard on rank 4: the GPU had not copied the source to the host" in str(error), error
                 assert isinstance(error, DeadlineExceededError if context.rank == 4 else AbortedError), error
             gpu.stalled = False
             works(context, gpu, other)

@@ -18,7 +18,7 @@ from ..groups.parent import parent_group
 from ..layout import Layout
 from ..planning.plan import STRATEGIES, Problem
 from ..resharding.reshard import reshard_local
-from ..transfers.transfer import PersistentTransfer, PlanOptions, new_transfer
+from ..transfers.transfer import PersistentTransfer, PlanOptions
 from .cases import Case, Tensor
 from .move import Box, CaseBatch, CaseMove, Groups, cuts, elements, extent, intersection, slices, turns
 
@@ -77,7 +77,7 @@ def reshard(batch: CaseBatch, strategy: str) -> None:
 
 def agreed_transfer(batch: CaseBatch, problems: list[Problem], options: PlanOptions) -> PersistentTransfer:
     """A transfer that its ranks agree on at once, so that no measured round does."""
-    transfer = new_transfer(parent_group(batch.group, "reshard"), problems, "reshard", options)
+    transfer = PersistentTransfer(parent_group(batch.group, "reshard"), problems, "reshard", options)
     transfer.agree_ahead(LIMIT)
     return transfer
 

@@ -118,7 +118,8 @@ def connect(
 def _failed(error: Exception, ranks: Sequence[int], rank: int, deadline: float) -> MeshcastError:
     """For what gloo raises while it connects: it names a peer by the key under which that was to post its
     address, "gloo0/0/2" for the third rank."""
-    short = as_shortage(error, rank=rank, op="connect", phase="connect")
+    caller = Caller("connect", rank, "connect")
+    short = as_shortage(error, caller)
     if short is not None:
         return short
     named = _KEY.search(str(error))
@@ -129,7 +130,7 @@ def _failed(error: Exception, ranks: Sequence[int], rank: int, deadline: float) 
     why = "within the limit; it is dead, stuck or unreachable" if late else f": {first_line(error)}"
     kind = DeadlineExceededError if late else PeerLostError
     text = f"connecting with {whom} of ranks {list(ranks)} over gloo failed {why}"
-    return Caller("connect", rank, "connect").error(kind, text, peer=peer)
+    return caller.error(kind, text, peer=peer)
 
 
 _RDMA = Path("/sys/class/infiniband")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import threading
 import time
 import weakref
@@ -20,15 +21,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .. import _C
-from ..base import checks, forks
+from ..base import checks, forks, observe
 from ..base.cache import Cache
 from ..base.observe import Flight, Members, log
 from ..errors import AbortedError, Caller, LayoutError, MeshcastError, mark_told, was_told
 from ..layout import Layout
 from .private import PrivateGroup
-from .store import StoreConnection
 
-__all__ = ["ParentGroup", "known_parents", "parent_group", "prepare", "raise_refused", "seconds"]
+__all__ = [
+    "StoreConnection",
+    "ParentGroup",
+    "known_parents",
+    "parent_group",
+    "prepare",
+    "raise_refused",
+    "seconds",
+]
 
 _KEPT_CALLS = 1024  # kinds of call that are known without a check
 _LONGEST = 365 * 86400.0  # seconds: more than the clocks of all threads can count
@@ -44,6 +52,59 @@ def seconds(timeout: float | timedelta | None, default: float) -> float:
     if not value > 0:
         raise LayoutError(f"timeout must be positive, found {timeout!r}")
     return min(value, _LONGEST)
+
+
+class StoreConnection:
+    """A connection of one's own, since a wait in the store blocks every other user of the same connection. It
+    is made where it is first used: that may take as long as the store's limit.
+
+    of_job: the store is one of this process's job, whose id it gets there.
+    """
+
+    def __init__(self, store: Any, prefix: str, *, of_job: bool = False) -> None:
+        # Not torch's own object, whose end is the end of its process group.
+        self._store = dist.PrefixStore(prefix, store)
+        self._of_job = of_job
+        self._opened: dist.Store | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self) -> dist.Store:
+        """Raises ConnectionRefusedError where the process of the store has gone."""
+        with self._lock:
+            if self._opened is None:
+                _refuse_if_gone(self._store)
+                opened = self._store.clone()  # type: ignore[attr-defined]
+                if self._of_job:
+                    join_job(opened)
+                self._opened = opened
+            return self._opened
+
+
+def join_job(store: Any) -> None:
+    """Processes that share a store are of one job, and have an id of it in their flight records: one question
+    to the store, which nobody waits for another rank to answer. Groups inside others share their store."""
+    root = _root(store)
+    # The agent of torchrun keeps its store when it starts all ranks again. Their records are others then.
+    key = f"meshcast/job/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
+    observe.join_job(root.compare_set(key, "", os.urandom(8).hex()).decode())
+
+
+def _root(store: Any) -> Any:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _refuse_if_gone(store: Any) -> None:
+    """Torch would try again and again until the store's own limit."""
+    store = _root(store)
+    if isinstance(store, dist.TCPStore):
+        try:
+            socket.create_connection((store.host, store.port), 1.0).close()
+        except ConnectionRefusedError as error:
+            raise ConnectionRefusedError(f"{store.host}:{store.port} refuses connections") from error
+        except TimeoutError:
+            return  # it is slow, or cut off: that is for the caller's limit to say
 
 
 class ParentGroup:

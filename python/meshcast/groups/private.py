@@ -25,7 +25,7 @@ from ..base.cache import Cache
 from ..base.observe import log
 from ..base.settings import host_identity
 from ..base.wire import pack, unpack
-from ..errors import MeshcastError
+from ..errors import Caller, MeshcastError
 from ..topology import Topology
 from .network import Network, agreed_count, first_rails, interfaces
 from .store import Shortage, as_shortage, few_descriptors
@@ -61,6 +61,7 @@ class Connector:
         self.interfaces = 1
         self.conversation: _C.Conversation | None = None
         self.control: Any = None
+        self.caller = Caller("connect", rank, "connect")
         self._open_store = store
 
     def store(self) -> dist.Store:
@@ -72,10 +73,7 @@ class Connector:
 
     def shortage(self, text: str) -> MeshcastError | None:
         """Returns the error to raise where a failure with this text comes of a shortage."""
-        return as_shortage(RuntimeError(text), **self.where())
-
-    def where(self) -> dict[str, Any]:
-        return {"rank": self.rank, "op": "connect", "phase": "connect"}
+        return as_shortage(RuntimeError(text), self.caller)
 
 
 class _Offer(NamedTuple):
@@ -93,16 +91,15 @@ class _Joining:
 
     def __init__(self, connector: Connector, store: Any) -> None:
         self._of, self._store = connector, store
-        where = connector.where()
         try:
             if few := few_descriptors():
-                raise MeshcastError(few, **where)
+                raise connector.caller.error(MeshcastError, few)
             self._threads = _C.WorkThread()  # kept by the core as well
             self._memory = _host_memory(len(connector.ranks))
             names, self._told = interfaces()
             self._network = Network(names, connector.timeout)
         except Exception as error:
-            short = as_shortage(error, **where)
+            short = as_shortage(error, connector.caller)
             if short is None:
                 raise
             raise Shortage(short) from error

@@ -1,5 +1,4 @@
-"""The rendezvous store where it may not answer: torch reads from it without a limit, and connects with it for
-as long as the store's own.
+"""The rendezvous store where it may not answer: torch reads from it without a limit.
 
 Resources that a process may run out of while its groups come up, and the errors for that.
 """
@@ -9,23 +8,19 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import socket
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..base import observe
-from ..errors import DeadlineExceededError, MeshcastError, PeerLostError
+from ..errors import Caller, DeadlineExceededError, MeshcastError, PeerLostError
 
 __all__ = [
     "Shortage",
-    "StoreConnection",
     "as_shortage",
     "few_descriptors",
     "first_line",
-    "join_job",
     "no_thread",
     "shortage",
     "store_failed",
@@ -50,8 +45,8 @@ _THREADS = (
 _FEW_DESCRIPTORS, _FEW_THREADS = 64, 4  # a process that can have no more than so many is short of them
 
 
-def no_thread(what: str, *, rank: int, op: str, phase: str) -> MeshcastError:
-    return MeshcastError(f"rank {rank}: {what}: {_THREADS}", rank=rank, op=op, phase=phase)
+def no_thread(what: str, caller: Caller) -> MeshcastError:
+    return caller.error(MeshcastError, f"{what}: {_THREADS}")
 
 
 def _descriptors() -> str:
@@ -99,51 +94,16 @@ def shortage(error: Exception) -> str:
     return ""
 
 
-def as_shortage(error: Exception, *, rank: int, op: str, phase: str) -> MeshcastError | None:
+def as_shortage(error: Exception, caller: Caller) -> MeshcastError | None:
     """The error to raise where a failure comes of a shortage in this process; else None."""
     short = shortage(error)
     if not short:
         return None
     seen = "" if str(error) == short else f" ({error})"
-    return MeshcastError(f"rank {rank}: {short}{seen}", rank=rank, op=op, phase=phase)
+    return caller.error(MeshcastError, f"{short}{seen}")
 
 
 _T = TypeVar("_T")
-
-
-class StoreConnection:
-    """A connection of one's own, since a wait in the store blocks every other user of the same connection. It
-    is made where it is first used: that may take as long as the store's limit.
-
-    of_job: the store is one of this process's job, whose id it gets there.
-    """
-
-    def __init__(self, store: Any, prefix: str, *, of_job: bool = False) -> None:
-        # Not torch's own object, whose end is the end of its process group.
-        self._store = dist.PrefixStore(prefix, store)
-        self._of_job = of_job
-        self._opened: dist.Store | None = None
-        self._lock = threading.Lock()
-
-    def __call__(self) -> dist.Store:
-        """Raises ConnectionRefusedError where the process of the store has gone."""
-        with self._lock:
-            if self._opened is None:
-                _refuse_if_gone(self._store)
-                opened = self._store.clone()  # type: ignore[attr-defined]
-                if self._of_job:
-                    join_job(opened)
-                self._opened = opened
-            return self._opened
-
-
-def join_job(store: Any) -> None:
-    """Processes that share a store are of one job, and have an id of it in their flight records: one question
-    to the store, which nobody waits for another rank to answer. Groups inside others share their store."""
-    root = _root(store)
-    # The agent of torchrun keeps its store when it starts all ranks again. Their records are others then.
-    key = f"meshcast/job/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
-    observe.join_job(root.compare_set(key, "", os.urandom(8).hex()).decode())
 
 
 def store_of_life(store: dist.Store, ranks: int) -> dist.Store:
@@ -151,49 +111,25 @@ def store_of_life(store: dist.Store, ranks: int) -> dist.Store:
     return dist.PrefixStore(str((int(store.add("arrivals", 1)) - 1) // ranks), store)
 
 
-def _root(store: Any) -> Any:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
-
-
-def _refuse_if_gone(store: Any) -> None:
-    """Torch would try again and again until the store's own limit."""
-    store = _root(store)
-    if isinstance(store, dist.TCPStore):
-        try:
-            socket.create_connection((store.host, store.port), 1.0).close()
-        except ConnectionRefusedError as error:
-            raise ConnectionRefusedError(f"{store.host}:{store.port} refuses connections") from error
-        except TimeoutError:
-            return  # it is slow, or cut off: that is for the caller's limit to say
-
-
 def first_line(error: BaseException) -> str:
     """Returns the text of an error without the stack that torch appends."""
     return (str(error) or type(error).__name__).partition("\n")[0]
 
 
-def store_failed(
-    error: Exception, what: str, lost: tuple[int, str] | None, *, rank: int, op: str, phase: str
-) -> MeshcastError:
+def store_failed(error: Exception, what: str, lost: tuple[int, str] | None, caller: Caller) -> MeshcastError:
     """For what torch raises of a store. what: was being done. lost: a rank that has gone, and why: the store
     may have been its process's."""
     if lost is not None:
-        return PeerLostError(
-            f"rank {rank} lost rank {lost[0]} in {what}: {lost[1]} (and the rendezvous store: "
-            f"{first_line(error)}). Look at that rank's own output first.",
-            rank=rank,
+        return caller.error(
+            PeerLostError,
+            f"lost rank {lost[0]} in {what}: {lost[1]} (and the rendezvous store: {first_line(error)}). Look "
+            "at that rank's own output first.",
             peer=lost[0],
-            op=op,
-            phase=phase,
         )
-    return MeshcastError(
-        f"rank {rank}: {what}: the rendezvous store does not answer ({first_line(error)}). The process that "
-        "has it is dead or cut off: transfers that the ranks have agreed on go on, new ones need it",
-        rank=rank,
-        op=op,
-        phase=phase,
+    return caller.error(
+        MeshcastError,
+        f"{what}: the rendezvous store does not answer ({first_line(error)}). The process that has it is "
+        "dead or cut off: transfers that the ranks have agreed on go on, new ones need it",
     )
 
 
@@ -201,11 +137,8 @@ def within(
     seconds: float,
     call: Callable[[], _T],
     what: str,
+    caller: Caller,
     lost: Callable[[], tuple[int, str] | None] = lambda: None,
-    *,
-    rank: int,
-    op: str,
-    phase: str = "agree",
 ) -> _T:
     """Runs call(), which uses a store, and returns or raises what it does. It has a thread of its own, since
     it may never return; then DeadlineExceededError. What torch raises of the store becomes an error by
@@ -224,21 +157,18 @@ def within(
     try:
         threading.Thread(target=work, name="meshcast-store", daemon=True).start()
     except RuntimeError as error:
-        raise no_thread(what, rank=rank, op=op, phase=phase) from error
+        raise no_thread(what, caller) from error
     if not done.wait(seconds):
-        raise DeadlineExceededError(
-            f"rank {rank}: {what}: the rendezvous store does not answer, for {seconds:.1f} s by now. Its "
-            "process or its host is frozen, or cut off",
-            rank=rank,
-            op=op,
-            phase=phase,
+        raise caller.error(
+            DeadlineExceededError,
+            f"{what}: the rendezvous store does not answer, for {seconds:.1f} s by now. Its process or its "
+            "host is frozen, or cut off",
             elapsed=seconds,
             limit=seconds,
         )
     if failed:
         cause = failed[0]
         if isinstance(cause, (dist.DistError, OSError)) and not isinstance(cause, MeshcastError):
-            short = as_shortage(cause, rank=rank, op=op, phase=phase)
-            raise short or store_failed(cause, what, lost(), rank=rank, op=op, phase=phase) from cause
+            raise as_shortage(cause, caller) or store_failed(cause, what, lost(), caller) from cause
         raise cause
     return found[0]

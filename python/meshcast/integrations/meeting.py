@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from typing_extensions import Unpack
 
-from ..groups.parent import ParentGroup
-from ..groups.store import StoreConnection
+from ..groups.parent import ParentGroup, StoreConnection
 from ..resharding.state_arguments import Given
 from ..resharding.state_dict import StateOptions, Where
 from ..resharding.state_run import ReshardedState, StateRun, conversation

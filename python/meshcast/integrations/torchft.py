@@ -136,8 +136,7 @@ class MeshcastTransport(CheckpointTransport[T]):
             max(deadline - time.monotonic(), 1e-3),
             lambda: dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout),
             f"connecting with replica {src_rank}",
-            rank=-1,
-            op=_OP,
+            Caller(_OP, phase="agree"),
         )
         meeting = self._joined(store, step, deadline)
         if meeting is None:

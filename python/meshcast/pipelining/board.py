@@ -21,7 +21,8 @@ from meshcast.base import forks
 from meshcast.base.observe import Flight, Members
 from meshcast.errors import AbortedError, Caller, DeadlineExceededError, MeshcastError, PeerLostError
 from meshcast.groups.network import Network, interfaces
-from meshcast.groups.store import StoreConnection, store_of_life, within
+from meshcast.groups.parent import StoreConnection
+from meshcast.groups.store import store_of_life, within
 from meshcast.planning.show import ranks_text
 
 __all__ = ["PipelineBoard", "Refused", "refusals_told"]
@@ -144,10 +145,9 @@ class PipelineBoard:
             return within(
                 seconds + _GRACE,
                 call,
-                f"the pipeline, {what}",
+                what,
+                Caller("pipeline", self.rank, "agree"),
                 lambda: self._watches.lost_soon(self.ranks, self.rank),
-                rank=self.rank,
-                op="pipeline",
             )
         except DeadlineExceededError as error:
             self._silent = self._silent or error.peer is None

@@ -27,7 +27,7 @@ from ..groups.parent import parent_group
 from ..planning.plan import STRATEGIES, Problem
 from ..topology import Topology
 from ..transfers.medium import own_obstacle
-from ..transfers.transfer import DEFAULT_OPTIONS, PersistentTransfer, PlanOptions, new_transfer
+from ..transfers.transfer import DEFAULT_OPTIONS, PersistentTransfer, PlanOptions
 from .board import refusals_told
 from .compat import PipelineStageInfo, init_stage, names_of_torch
 from .edge import Edge, check_edges
@@ -116,7 +116,7 @@ def make_transfer(
     background, those on GPUs in its first call, which `EdgeTransfers.warm_up` makes."""
     kind = "cuda" if device.type == "cuda" else "cpu"
     parent = parent_group(group, op)
-    transfer = new_transfer(parent, problems, op, options, device_types=(kind, kind), lane=lane)
+    transfer = PersistentTransfer(parent, problems, op, options, device_types=(kind, kind), lane=lane)
     if kind == "cpu":
         transfer.agree_ahead(timeout)
     return transfer

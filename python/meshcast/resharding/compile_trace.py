@@ -39,19 +39,8 @@ def traced_reshard(
     if not isinstance(x, DTensor):
         raise LayoutError("reshard under torch.compile: x must be a DTensor on every rank")
     needs_grad = x.requires_grad and torch.is_grad_enabled()
-    call = _constant_call(
-        tuple(x.shape),
-        x.dtype,
-        x.device_mesh,
-        tuple(x.placements),
-        needs_grad,
-        mesh,
-        tuple(placements),
-        group,
-        dtype,
-        strategy,
-        timeout,
-    )
+    source = (tuple(x.shape), x.dtype, x.device_mesh, tuple(x.placements), needs_grad)
+    call = _constant_call(source, (mesh, tuple(placements), dtype), group, strategy, timeout)
     local = torch.ops.meshcast.reshard(x.to_local(), _token, call)
     return DTensor.from_local(
         local, mesh, tuple(placements), run_check=False, shape=x.shape, stride=x.stride()
@@ -59,20 +48,15 @@ def traced_reshard(
 
 
 def _constant_call(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    source_mesh: DeviceMesh,
-    source_placements: tuple[Placement, ...],
-    needs_grad: bool,
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
+    source: tuple[Any, ...],
+    goal: tuple[Any, ...],
     group: Any,
-    result_dtype: torch.dtype | None,
     strategy: str,
     timeout: float | timedelta | None,
 ) -> int:
-    """Number of the call."""
-    if needs_grad and set(source_mesh.mesh.flatten().tolist()) != set(mesh.mesh.flatten().tolist()):
+    """Number of the call. source, goal: fields of a TensorSpec and of a ReshardGoal."""
+    spec, mesh = TensorSpec(*source), goal[0]
+    if spec.requires_grad and set(spec.mesh.mesh.flatten().tolist()) != set(mesh.mesh.flatten().tolist()):
         # On a shell, torch traces operations as fresh empty tensors: nothing would lead to the backward
         # transfer there, and the other ranks would wait for it.
         raise LayoutError(
@@ -82,15 +66,15 @@ def _constant_call(
     parent = parent_group(group, "reshard")
     limit = seconds(timeout, parent.timeout)
     known = parent.extras.setdefault("traced", {})
-    key = (shape, dtype, source_mesh, source_placements, needs_grad, mesh, placements, result_dtype, strategy)
-    full_key = (*key, limit)
-    found = known.get(full_key)
+    key = (source, goal, strategy, limit)
+    found = known.get(key)
     if found is None:
-        spec = TensorSpec(shape, dtype, source_mesh, source_placements, needs_grad)
-        goal, options = ReshardGoal(mesh, placements, result_dtype), PlanOptions(strategy)
+        options = PlanOptions(strategy)
         with Caller("reshard", parent.rank):
-            compiled = compile_call(parent, [spec], [goal], "reshard", options, spec_inside=True)
-        found = known[full_key] = (register_call(compiled, limit), compiled)
+            compiled = compile_call(
+                parent, [spec], [ReshardGoal(*goal)], "reshard", options, spec_inside=True
+            )
+        found = known[key] = (register_call(compiled, limit), compiled)
     return found[0]
 
 

@@ -30,7 +30,7 @@ from ..transfers.medium import (
     require_gpu,
     settled,
 )
-from ..transfers.transfer import Call, PersistentTransfer, PlanOptions, kept_transfer, new_transfer, ranks_of
+from ..transfers.transfer import Call, PersistentTransfer, PlanOptions, kept_transfer, ranks_of
 from .memory import overlaps, storage_of
 from .meshes import Destination, Source, everywhere, living, positive_placements, slices_called
 
@@ -448,7 +448,7 @@ def compile_call(
         parent.private(ranks_of(problems))  # the ranks must exist here as well
         return Compiled(moves, None)
     backward = [move.gradient.problem for move in moves if move.gradient is not None]
-    transfer = (kept_transfer if kept else new_transfer)(
+    transfer = (kept_transfer if kept else PersistentTransfer)(
         parent,
         problems,
         op,

@@ -20,7 +20,7 @@ from ..layout import Box, Layout
 from ..planning.plan import Problem
 from ..transfers.digest import added, pieces_digest, shard_digest
 from ..transfers.medium import Casts, Ends, require_gpu
-from ..transfers.transfer import Call, PersistentTransfer, PlanOptions, new_transfer, ranks_of
+from ..transfers.transfer import Call, PersistentTransfer, PlanOptions, ranks_of
 from .compiled import Reduction, reduction_inside
 from .meshes import ranks_text
 from .state_entries import OP, Agreed, Move, Terms, mismatch
@@ -69,7 +69,7 @@ class Batch:
         if any(sends or receives for sends, receives in self._sides):
             ends = tuple(move.ends for move in moves)
             casts = Casts(ends) if any(each.source != each.destination for each in ends) else None
-            self._transfer = new_transfer(
+            self._transfer = PersistentTransfer(
                 parent, problems, OP, options, device_types=self._device_types, casts=casts
             )
         else:

@@ -127,7 +127,7 @@ class Rows:
     def _ask(self, call: Callable[[], _T], deadline: float) -> _T:
         """call() uses the store, and ends by itself until then where that answers."""
         left = max(deadline - time.monotonic(), 0.0)
-        return within(left + _GRACE, call, f"{OP}, what the ranks hold", rank=self._parent.rank, op=OP)
+        return within(left + _GRACE, call, "what the ranks hold", Caller(OP, self._parent.rank, "agree"))
 
 
 class ReshardedState(dict[str, Any]):

@@ -286,7 +286,7 @@ class _Side:
 
     def ask(self, call: Callable[[], None], seconds: float, what: str) -> None:
         """call(), which uses the store and ends by itself within so many seconds where that answers."""
-        within(seconds + _TELL, call, f"{_OP}, {what}", self.barrier.gone, rank=self.parent.rank, op=_OP)
+        within(seconds + _TELL, call, what, Caller(_OP, self.parent.rank, "agree"), self.barrier.gone)
 
     def pushed(self, version: int, state: Any = None) -> None:
         """One push, within the limit. Blocks. Raises Late where other ranks were not ready in half of it.
@@ -369,8 +369,8 @@ class _Side:
             raise
 
     def _store_failed(self, error: Exception) -> MeshcastError:
-        where: Any = {"rank": self.parent.rank, "op": _OP, "phase": "agree"}
-        return store_failed(error, _OP, self.barrier.gone(), **where)
+        caller = Caller(_OP, self.parent.rank, "agree")
+        return store_failed(error, "a push", self.barrier.gone(), caller)
 
     def _moved(self, version: Any, start: float, deadline: float | None = None) -> None:
         """The transfer, which this rank has waited for since `start`; deadline: by default the limit, from
@@ -452,8 +452,8 @@ class _Receiver:
         try:
             self._thread.start()
         except RuntimeError as error:
-            rank = self._side.parent.rank
-            raise no_thread("a WeightSync receives", rank=rank, op=_OP, phase="start") from error
+            caller = Caller(_OP, self._side.parent.rank, "start")
+            raise no_thread("receiving", caller) from error
 
     def join(self, seconds: float) -> None:
         """Waits until it has ended, after _Side.leave() and _Side.end()."""

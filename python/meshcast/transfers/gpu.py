@@ -19,7 +19,7 @@ from ..base import settings
 from ..base.observe import log
 from ..base.settings import host_identity
 from ..base.wire import pack, unpack
-from ..errors import AbortedError, LayoutError, MeshcastError
+from ..errors import AbortedError, Caller, LayoutError, MeshcastError
 from ..groups.private import PrivateGroup
 from .medium import Medium, Shards, Started, Statistics, Types, types_text
 
@@ -217,7 +217,7 @@ def _refuse_nccl(offers: Mapping[int, GpuOffer], rank: int, no_ipc: str) -> None
 
 
 def _unfit(kind: type[MeshcastError], rank: int, peer: int, text: str) -> MeshcastError:
-    return kind(f"rank {rank}: {text}", rank=rank, peer=peer, op=_OP, phase="connect")
+    return Caller(_OP, rank, "connect").error(kind, text, peer=peer)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -249,14 +249,13 @@ class CudaLanes:
     def close(self) -> None:
         self.core.shutdown()
 
-    def check_device(self, device: int, op: str) -> None:
+    def check_device(self, device: int) -> None:
         """Raises LayoutError for tensors on another GPU than that of the communicators."""
         if device != self.device:
             raise LayoutError(
-                f"{op}: the tensors are on cuda:{device}, but this group's communicators are on "
+                f"the tensors are on cuda:{device}, but this group's communicators are on "
                 f"cuda:{self.device}, where its first call was; keep the tensors of a group on one GPU of "
-                "each rank",
-                op=op,
+                "each rank"
             )
 
 
@@ -367,13 +366,8 @@ def _gather(group: PrivateGroup, control: _C.GroupCore, topic: str, mine: T, dea
     def check() -> None:
         cause = control.error() or group.posted_cause()
         if cause is not None:
-            raise AbortedError(
-                f"rank {group.rank}: group {group.name} was aborted while its GPUs were being connected: "
-                f"{cause}",
-                rank=group.rank,
-                op="connect",
-                phase="connect",
-            )
+            text = f"group {group.name} was aborted while its GPUs were being connected: {cause}"
+            raise Caller(_OP, group.rank, "connect").error(AbortedError, text)
 
     late = (
         f"rank {group.rank}: ranks {{missing}} did not come to connect their GPUs within {{elapsed}} s "
@@ -393,20 +387,19 @@ class GpuMedium(Medium):
     def __init__(
         self,
         group: PrivateGroup,
-        op: str,
         lanes: tuple[int, ...],
         types: tuple[tuple[Types, ...], tuple[Types, ...]],
     ) -> None:
-        self._group, self._op, self._lanes, self._types = group, op, lanes, types
+        self._group, self._lanes, self._types = group, lanes, types
 
     def check(self, shards: Shards) -> None:
         gpu = gpu_of(self._group)
         if gpu is not None:
             for shard in shards:
                 if shard is not None:
-                    gpu.check_device(shard.device.index, self._op)
+                    gpu.check_device(shard.device.index)
         if torch.cuda.is_current_stream_capturing():
-            raise LayoutError(f"{self._op}: {CAPTURED}", rank=self._group.rank, op=self._op)
+            raise LayoutError(CAPTURED)
 
     def bring(self, call: _C.MediumCall, src: Shards, dst: Shards, *, reverse: bool) -> tuple[Shards, Shards]:  # noqa: ARG002
         # In the caller's thread: what its stream holds now is what the transfer comes behind, however much
@@ -431,10 +424,10 @@ class GpuMedium(Medium):
     ) -> Started:
         mark, gpu = call.brought, gpu_of(self._group)
         if mark.problem is not None:
-            raise MeshcastError(f"{call.op}: {mark.problem}", op=call.op) from mark.problem
+            raise MeshcastError(str(mark.problem)) from mark.problem
         if gpu is None:
-            raise MeshcastError(f"{call.op}: the call itself has failed", op=call.op)
-        gpu.check_device(mark.device, call.op)
+            raise MeshcastError("the call itself has failed")
+        gpu.check_device(mark.device)
         gpu_core = gpu.core  # also after the group was closed
         types = self._types[arguments["reverse"]]
         work = gpu_core.start(agreed, types=types, after=mark.event.cuda_event, **arguments)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ..errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
+from ..errors import AbortedError, Caller, DeadlineExceededError, LayoutError, MeshcastError
 from .gpu import CAPTURED, several_gpus
 from .handle import call_back, fail
 from .medium import DeviceTypes, Medium, Shards, Started, Statistics, filled
@@ -196,7 +196,7 @@ class Passage:
         dst: Shards,
         on_gpu: tuple[bool, bool],
     ) -> None:
-        self._copies, self._op, self._rank = copies, call.op, rank
+        self._copies, self._caller = copies, Caller(call.op, rank, "transfer")
         self._deadline, self._limit = call.deadline, call.timeout
         self.src, self.dst = filled(src), filled(dst)
         self._left: CopyEvent | None = None  # behind the copy to the host
@@ -207,7 +207,7 @@ class Passage:
             return
         self._device = self._one_device(given)
         if copies.capturing():
-            raise LayoutError(f"{call.op}: {CAPTURED}", rank=rank, op=call.op)
+            raise LayoutError(CAPTURED)
         try:
             self._behind = copies.mark(self._device)
             blocks = pool.lend([tensor.nbytes for tensor in given])
@@ -217,19 +217,16 @@ class Passage:
                 pairs = [(host, tensor) for tensor, host in leaving]
                 self._left = copies.copy(self._device, pairs, self._behind)
         except Exception as error:  # of CUDA: the other ranks must hear of it
+            nbytes = sum(tensor.nbytes for tensor in given)
             raise MeshcastError(
-                f"{call.op}: {sum(tensor.nbytes for tensor in given)} bytes could not be brought to pinned "
-                f"host memory: {error}",
-                rank=rank,
-                op=call.op,
-                phase="start",
+                f"{nbytes} bytes could not be brought to pinned host memory: {error}", phase="start"
             ) from error
         pool.watch(call, blocks)
 
     def _one_device(self, tensors: list[torch.Tensor]) -> int:
         devices = {tensor.device.index for tensor in tensors}
         if len(devices) > 1:
-            raise LayoutError(f"{self._op}: {several_gpus(sorted(devices))}", rank=self._rank, op=self._op)
+            raise LayoutError(several_gpus(sorted(devices)))
         return devices.pop()
 
     def has_left(self) -> bool:
@@ -242,7 +239,7 @@ class Passage:
     def leave(self, cause: Callable[[], str | None]) -> None:
         """Returns once the source is in host memory. Raises DeadlineExceededError at the call's limit,
         AbortedError once there is a cause to give the call up, MeshcastError where CUDA fails."""
-        rank, pause, asked = self._rank, _SHORT_PAUSE, time.monotonic()
+        pause, asked = _SHORT_PAUSE, time.monotonic()
         while not self._asked():
             now = time.monotonic()
             left = self._deadline - now
@@ -250,21 +247,13 @@ class Passage:
             if now - asked > _CAUSE_PAUSE:
                 given_up, asked = cause(), now
             if given_up is not None:
-                raise AbortedError(
-                    f"rank {rank}: {self._op}: the group was aborted while the GPU copied the source to the "
-                    f"host: {given_up}",
-                    rank=rank,
-                    op=self._op,
-                    phase="transfer",
-                )
+                text = f"the group was aborted while the GPU copied the source to the host: {given_up}"
+                raise self._caller.error(AbortedError, text)
             if left <= 0:
-                raise DeadlineExceededError(
-                    f"rank {rank}: {self._op}: the GPU had not copied the source to the host within "
-                    f"{self._limit:g} s: what its stream held before the call is not through; does it wait "
-                    "for another rank?",
-                    rank=rank,
-                    op=self._op,
-                    phase="transfer",
+                raise self._caller.error(
+                    DeadlineExceededError,
+                    f"the GPU had not copied the source to the host within {self._limit:g} s: what its "
+                    "stream held before the call is not complete; does it wait for another rank?",
                     elapsed=self._limit - left,
                     limit=self._limit,
                 )
@@ -275,7 +264,7 @@ class Passage:
         try:
             return self._query()
         except Exception as error:
-            raise _failed(self._rank, self._op, "copying the source to the host", error) from error
+            raise _failed(self._caller, "copying the source to the host", error) from error
 
     def _query(self) -> bool:
         return self._left is None or self._left.query()
@@ -285,9 +274,7 @@ class Passage:
         begins once more asks for another."""
         if not self._arriving:
             return work
-        return LandingWork(
-            work, self._copies, self._device, self._arriving, self._behind, self._rank, self._op
-        )
+        return LandingWork(work, self._copies, self._device, self._arriving, self._behind, self._caller)
 
 
 class LandingWork:
@@ -304,10 +291,9 @@ class LandingWork:
         device: int,
         pairs: list[tuple[torch.Tensor, torch.Tensor]],
         behind: CopyEvent,
-        rank: int,
-        op: str,
+        caller: Caller,
     ) -> None:
-        self._rank, self._op = rank, op
+        self._caller = caller
         self._work, self._copies, self._device = work, copies, device
         self._pairs = pairs
         self._behind = behind  # earlier uses of the results' memory
@@ -364,11 +350,11 @@ class LandingWork:
             return self._landed
 
     def _failed(self, error: Exception) -> MeshcastError:
-        return _failed(self._rank, self._op, "copying what arrived onto the GPU", error)
+        return _failed(self._caller, "copying what arrived onto the GPU", error)
 
 
-def _failed(rank: int, op: str, what: str, error: Exception) -> MeshcastError:
-    return MeshcastError(f"rank {rank}: {op}: {what} failed: {error}", rank=rank, op=op, phase="transfer")
+def _failed(caller: Caller, what: str, error: Exception) -> MeshcastError:
+    return caller.error(MeshcastError, f"{what} failed: {error}")
 
 
 def _moved(side: list[torch.Tensor | None], blocks: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:

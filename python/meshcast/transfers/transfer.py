@@ -36,7 +36,6 @@ __all__ = [
     "PlanOptions",
     "REVERSE_LANE",
     "kept_transfer",
-    "new_transfer",
     "ranks_of",
 ]
 
@@ -66,10 +65,10 @@ DEFAULT_OPTIONS = PlanOptions()
 class PersistentTransfer:
     """The moves of a call: their plan, their private group, and the agreement of all ranks on both.
 
-    problems: what moves; backward: those of the gradients.
-    lane: ordering domain, see start(). medium: moves what is not on CPUs, of device_types. casts: what it
-    casts itself. kind: transfers of one kind share an agreement; None: this one has its own, made in its
-    first call or by agree_ahead(). All ranks of both meshes make the same calls in one order.
+    problems: what moves; backward: those of the gradients. device_types: see medium.device_types_of; casts:
+    what it casts itself, between GPUs alone. lane: ordering domain, see start(). kind: transfers of one kind
+    share an agreement; None: this one has its own, made in its first call or by agree_ahead(). All ranks of
+    both meshes make the same calls in one order.
 
     Raises LayoutError if a layout does not fit its shape, a rank is outside the parent group, or this rank is
     in no mesh.
@@ -83,7 +82,6 @@ class PersistentTransfer:
         options: PlanOptions = DEFAULT_OPTIONS,
         *,
         backward: Sequence[Problem] | None = None,
-        medium: Medium | None = None,
         device_types: DeviceTypes = ("cpu", "cpu"),
         casts: Casts | None = None,
         lane: int = 0,
@@ -98,7 +96,7 @@ class PersistentTransfer:
         self._destination_dtypes = wires if casts is None else [ends.destination for ends in casts.forth]
         self._backward = backward
         self._op, self._options, self._lane, self._kind = op, options, lane, kind
-        self._medium, self._device_types = medium, device_types
+        self._device_types = device_types
         known: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...] | None] = {}
         for shape, _, src, dst in self.problems:
             for layout in (src, dst):
@@ -110,6 +108,7 @@ class PersistentTransfer:
             raise LayoutError(f"{op}: rank {parent.rank} is in neither mesh", rank=parent.rank, op=op)
         self._parent = parent
         self._group = parent.private(ranks_of(problems))
+        self._medium = medium = self._new_medium(casts)
         self._plan: Plan | None = None
         self._what = self._moves_text()
         # Through C++ a cycle would never be freed.
@@ -126,6 +125,20 @@ class PersistentTransfer:
             list(zip(self._source, self._source_dtypes, strict=True)),
             list(zip(self._destination, self._destination_dtypes, strict=True)),
         )
+
+    def _new_medium(self, casts: Casts | None) -> Medium | None:
+        """Returns what moves the tensors that are not all on CPUs; loaded as few calls need it."""
+        if self._device_types == ("cpu", "cpu"):
+            return None
+        if self._device_types != ("cuda", "cuda"):
+            from .pinned import PinnedMedium
+
+            return PinnedMedium(self._group, self._device_types)
+        from .gpu import GpuMedium
+
+        # Of both directions: in a backward, ranks may come by too late to make one.
+        lanes = (self._lane,) if self._backward is None else (self._lane, REVERSE_LANE)
+        return GpuMedium(self._group, lanes, _types(self.problems, self._backward, casts))
 
     @property
     def plan(self) -> Plan:
@@ -193,7 +206,8 @@ class PersistentTransfer:
         receives those of the source. driven: as in launch()."""
         call = self._new_call(number, timeout, driven, reverse=True)
         try:
-            self._bring(call, src, dst, reverse=True)
+            with Caller(self._op, self._group.rank, "start"):
+                self._bring(call, src, dst, reverse=True)
         except MeshcastError as error:  # the others wait for this rank
             self.reject_reverse(number, error, timeout)
             raise
@@ -323,7 +337,7 @@ def kept_transfer(
     kind = (op, tuple(problems), None if backward is None else tuple(backward), options, device_types, casts)
     transfer: PersistentTransfer | None = kept.get(kind)
     if transfer is None:
-        transfer = new_transfer(
+        transfer = kept[kind] = PersistentTransfer(
             parent,
             problems,
             op,
@@ -333,49 +347,7 @@ def kept_transfer(
             casts=casts,
             kind=kind,
         )
-        kept[kind] = transfer
     return transfer
-
-
-def new_transfer(
-    parent: ParentGroup,
-    problems: Sequence[Problem],
-    op: str,
-    options: PlanOptions = DEFAULT_OPTIONS,
-    *,
-    backward: Sequence[Problem] | None = None,
-    device_types: DeviceTypes = ("cpu", "cpu"),
-    casts: Casts | None = None,
-    **more: Any,
-) -> PersistentTransfer:
-    """A transfer with a slot of its own, which it agrees on within its first launch. device_types: see
-    medium.device_types_of; casts: what it casts, between GPUs alone; more: lane, kind of
-    PersistentTransfer."""
-    medium: Medium | None = None
-    if device_types != ("cpu", "cpu"):
-        group = parent.private(ranks_of(problems))
-        if device_types == ("cuda", "cuda"):
-            lane = more.get("lane", 0)
-            # Of both directions: in a backward, ranks may come by too late to make one.
-            lanes = (lane,) if backward is None else (lane, REVERSE_LANE)
-            from .gpu import GpuMedium  # as few calls need it
-
-            medium = GpuMedium(group, op, lanes, _types(problems, backward, casts))
-        else:
-            from .pinned import PinnedMedium
-
-            medium = PinnedMedium(group, device_types)
-    return PersistentTransfer(
-        parent,
-        problems,
-        op,
-        options,
-        backward=backward,
-        medium=medium,
-        device_types=device_types,
-        casts=casts,
-        **more,
-    )
 
 
 def _types(problems: Sequence[Problem], backward: Sequence[Problem] | None, casts: Casts | None) -> Any:

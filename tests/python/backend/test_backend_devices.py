@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshcast import _C, AbortedError, LayoutError, MeshcastError
-from meshcast.backend import inner_nccl
-from meshcast.backend.inner_nccl import InnerNccl, nccl_obstacle, split
+from meshcast.backend import backend
+from meshcast.backend.backend import InnerNccl, nccl_obstacle, split
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -355,7 +355,7 @@ def test_without_a_gpu_the_call_is_refused_with_what_to_do() -> None:
 
 
 def test_one_is_made_however_many_threads_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inner_nccl, "_obstacle_here", lambda: "")
+    monkeypatch.setattr(backend, "_obstacle_here", lambda: "")
     nccl = InnerNccl(dist.HashStore(), 0, 1, timedelta(seconds=20))
     made: list[object] = []
 
@@ -375,7 +375,7 @@ def test_one_is_made_however_many_threads_ask(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_torch_says_against_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inner_nccl, "_obstacle_here", lambda: "")
+    monkeypatch.setattr(backend, "_obstacle_here", lambda: "")
     nccl = InnerNccl(dist.HashStore(), 2, 5, timedelta(seconds=20))
 
     def create() -> object:

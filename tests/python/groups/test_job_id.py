@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 from meshcast.base import observe
-from meshcast.groups.store import StoreConnection, join_job
+from meshcast.groups.parent import StoreConnection, join_job
 
 
 def joined(monkeypatch: pytest.MonkeyPatch, *stores: dist.Store) -> list[str]:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from meshcast import Layout, LayoutError
+from meshcast.errors import Caller
 from meshcast.resharding.meshes import gone, lost_ranks, raise_gone, renumbered, survivors
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -81,14 +82,13 @@ def test_gone_are_called_as_messages_call_them() -> None:
 
 def test_the_error_lists_them_and_survives_a_pickle() -> None:
     found = gone("w", (6,), Layout([0, 1, 2], [Shard(0)]), {0: 0, 2: 2}, Layout([1], [Replicate()]))
-    with pytest.raises(
-        LayoutError, match=r"2 boxes live on no rank .* 'w' \[0:2\] of rank 0; 'w' \[4:6\]"
-    ) as raised:
-        raise_gone(found, "test", 1)
+    text = r"test on rank 1: 2 boxes live on no rank .* 'w' \[0:2\] of rank 0; 'w' \[4:6\]"
+    with pytest.raises(LayoutError, match=text) as raised, Caller("test", 1):
+        raise_gone(found)
     again = pickle.loads(pickle.dumps(raised.value))
     assert again.gone == raised.value.gone == (("w", ((0, 2),), (0,)), ("w", ((4, 6),), (2,)))
     assert (again.rank, again.op, str(again)) == (1, "test", str(raised.value))
-    raise_gone([], "test", 1)
+    raise_gone([])
     assert LayoutError("other").gone == ()
 
 
@@ -100,11 +100,11 @@ def test_partial_values_need_all_ranks() -> None:
 
 
 def test_what_are_no_ranks() -> None:
-    assert lost_ranks([3, 1, 3], "test") == (1, 3)
-    assert lost_ranks(range(0), "test") == ()
+    assert lost_ranks([3, 1, 3]) == (1, 3)
+    assert lost_ranks(range(0)) == ()
     for bad in (3, "3", [-1], [1.5], [True], None):
-        with pytest.raises(LayoutError, match="test: lost"):
-            lost_ranks(bad, "test")
+        with pytest.raises(LayoutError, match="lost"):
+            lost_ranks(bad)
 
 
 def test_other_numbers() -> None:

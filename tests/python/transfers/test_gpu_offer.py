@@ -45,7 +45,9 @@ def test_two_ranks_on_one_gpu_are_refused_alike(rank: int) -> None:
     with pytest.raises(LayoutError) as found:
         choose_transport(offers(r13=offer(3, uuid="GPU-2", device=0)), rank)
     text = str(found.value)
-    assert text.startswith(f"rank {rank}: ranks 12 and 13 both use GPU GPU-2 (H200; cuda:0 and cuda:0)")
+    assert text.startswith(
+        f"connect on rank {rank}: ranks 12 and 13 both use GPU GPU-2 (H200; cuda:0 and cuda:0)"
+    )
     assert "torch.cuda.set_device" in text
     assert "2.30.3" in text and "NCCL_MULTI_RANK_GPU_ENABLE=1" in text and "2.28.9" in text
     assert text.endswith("cuda_ipc cannot: ranks 10 and 12 are on two hosts: use NCCL between hosts")
@@ -135,7 +137,9 @@ def test_cuda_ipc_that_cannot_serve_is_refused_alike_or_left_to_nccl(
     for each in asked:
         with pytest.raises(LayoutError) as found:
             choose_transport(asked, each)
-        assert str(found.value).startswith(f"rank {each}: MESHCAST_CUDA_TRANSPORT=cuda_ipc cannot serve")
+        assert str(found.value).startswith(
+            f"connect on rank {each}: MESHCAST_CUDA_TRANSPORT=cuda_ipc cannot serve"
+        )
         assert text in str(found.value)
         assert "set it to auto" in str(found.value)
     auto = one_host() | {rank: offer(rank, **({"host": "here", "reaches": asked[0].reaches} | changes))}
@@ -226,10 +230,10 @@ def test_a_gpu_that_does_not_exist_becomes_an_obstacle() -> None:
 
 def test_sides_of_a_call() -> None:
     for source, destination in itertools.product(("cpu", "cuda"), repeat=2):
-        assert device_types_of(source, destination, "reshard") == (source, destination)
+        assert device_types_of(source, destination) == (source, destination)
     for sides in (("xpu", "cpu"), ("cuda", "xpu")):
-        with pytest.raises(LayoutError, match="reshard: the meshes are on xpu"):
-            device_types_of(*sides, "reshard")
+        with pytest.raises(LayoutError, match="the meshes are on xpu"):
+            device_types_of(*sides)
 
 
 def test_copies_need_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,9 +241,9 @@ def test_copies_need_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delattr("meshcast._C.GpuGroupCore", raising=False)
-    require_gpu("reshard", copies_only=True)
+    require_gpu(copies_only=True)
     with pytest.raises(LayoutError, match="on cuda, but this build of meshcast has no CUDA code"):
-        require_gpu("reshard")
+        require_gpu()
 
 
 def test_what_a_process_lacks_is_said_with_what_to_do() -> None:

@@ -139,7 +139,7 @@ def test_a_source_leaves_behind_the_stream_and_its_limit_is_kept() -> None:
     made = passage(gpu, x, TO_HOST)
     assert not made.has_left()
     short = passage(gpu, x, TO_HOST, new_call(0.05))
-    with pytest.raises(DeadlineExceededError, match=r"rank 3: reshard: the GPU had not .* within 0.05 s"):
+    with pytest.raises(DeadlineExceededError, match=r"reshard on rank 3: the GPU had not .* within 0.05 s"):
         short.leave(lambda: None)
     with pytest.raises(AbortedError, match="while the GPU copied the source to the host: the job is over"):
         made.leave(lambda: "the job is over")
@@ -219,7 +219,7 @@ def test_a_landing_that_fails_is_raised_by_all_that_ask() -> None:
     work.over = True
     gpu.failure = "CUDA error: unspecified launch failure"
     assert call.is_completed()
-    text = "rank 3: reshard: copying what arrived onto the GPU failed: CUDA error: unspecified"
+    text = "reshard on rank 3: copying what arrived onto the GPU failed: CUDA error: unspecified"
     for run in (call.wait, call.wait, call.get_future().wait):
         with pytest.raises(MeshcastError, match=text):
             run()
