@@ -597,11 +597,9 @@ class Repeated:
         """Returns one call, checked. memory: that it will arrive in. wrong: what was found wrong before. op:
         the public name of the call."""
         given = replace(self._given, state=state, out=out)
-        if wrong is not None:
-            return StateRun(self._rank, given, version, op=op, wrong=wrong)
-        call = self._again(state, out)
+        call = self._again(state, out) if wrong is None else None
         again = None if call is None else (call, self._key)
-        run = StateRun(self._rank, given, version, op=op, again=again, memory=memory)
+        run = StateRun(self._rank, given, version, op=op, again=again, memory=memory, wrong=wrong)
         if run.call is not None and again is None:
             self._key, self._kept = run.key, {}
             # Weights that it has sent are none of its business any more.
