@@ -26,7 +26,7 @@ from ..base.cache import Cache
 from ..base.observe import Flight, Members, log
 from ..errors import AbortedError, Caller, LayoutError, MeshcastError, mark_told, was_told
 from ..layout import Layout
-from .private import PrivateGroup
+from .private import NO_LANE, PrivateGroup
 
 __all__ = [
     "StoreConnection",
@@ -195,12 +195,11 @@ class ParentGroup:
         on which meshes and layouts stand."""
         place = (group.rank(), group.size())
         if place != self.place:
-            raise LayoutError(
-                f"{op}: process group {self.name!r} was reconfigured: this process is rank {place[0]} of "
+            raise Caller(op, self.rank).error(
+                LayoutError,
+                f"process group {self.name!r} was reconfigured: this process is rank {place[0]} of "
                 f"{place[1]} in it, but torch.distributed.get_process_group_ranks names {self.place[1]}, "
                 f"this one at {self.place[0]}; make a new group of its members and use that",
-                rank=self.rank,
-                op=op,
             )
 
     def check_process(self, op: str) -> None:
@@ -380,7 +379,8 @@ def _tell(
         if parent.rank not in known:
             return  # nobody waits for it
         if parent.ranks.issuperset(known):
-            parent.private(sorted(known)).refuse_call(error, limit, prepares=prepares).wait()
+            lane = NO_LANE if prepares else 0
+            parent.private(sorted(known)).refuse(lane, error, limit).wait()
             return
         known = set()
     where = [each.refusals for each in parents]

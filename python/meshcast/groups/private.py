@@ -30,7 +30,7 @@ from ..topology import Topology
 from .network import Network, agreed_count, first_rails, interfaces
 from .store import Shortage, as_shortage, few_descriptors
 
-__all__ = ["Connector", "PrivateGroup"]
+__all__ = ["NO_LANE", "Connector", "PrivateGroup"]
 
 
 Lost = Callable[[], "tuple[int, str] | None"]  # a rank of the group that has gone, and why
@@ -220,10 +220,6 @@ class PrivateGroup(_C.Group):
         raise at once instead of waiting. ordinal: of a call that has been counted."""
         forks.check(self.born, "reshard")
         return super().refuse(lane, ordinal, str(error), timeout)
-
-    def refuse_call(self, error: Exception, timeout: float, *, prepares: bool) -> _C.Refusal:
-        """The same for a call of lane 0, or for prepare(), which is counted in no lane."""
-        return self.refuse(NO_LANE if prepares else 0, error, timeout)
 
     def connect(self, timeout: float) -> None:
         """Brings the group up, unless it is; blocks. Raises what keeps it from coming up."""

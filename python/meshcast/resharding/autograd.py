@@ -166,10 +166,10 @@ class _Reshard(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, token: torch.Tensor, visit: _Visit, chain: _Chain | None, *xs: DTensor | None
+        ctx: Any, token: torch.Tensor, visit: _Visit, chain: _Chain | None, *xs: Any
     ) -> tuple[Any, ...]:
         ctx.visit, ctx.chain = visit, chain
-        ctx.has_input = [x is not None for x in xs]
+        ctx.has_input = [isinstance(x, DTensor) for x in xs]
         ctx.set_materialize_grads(False)
         # Saved so that a second backward without retain_graph raises here as well, on every rank.
         ctx.save_for_backward(token)
@@ -202,9 +202,7 @@ class _Reshard(torch.autograd.Function):
         return torch.zeros_like(token), None, None, *grad_xs
 
 
-def _apply(
-    token: torch.Tensor, visit: _Visit, chain: _Chain | None, xs: Sequence[DTensor | None]
-) -> tuple[Any, ...]:
+def _apply(token: torch.Tensor, visit: _Visit, chain: _Chain | None, xs: Sequence[Any]) -> tuple[Any, ...]:
     if torch._C._are_functorch_transforms_active():
         return _Reshard.apply(token, visit, chain, *xs)
     # The same without a look for what a transform of torch.func has left behind, which is no DTensor. The
@@ -213,9 +211,9 @@ def _apply(
 
 
 def differentiable_call(
-    compiled: Compiled, xs: Sequence[DTensor | None], timeout: float, *, driven: bool
+    compiled: Compiled, xs: Sequence[Any], timeout: float, *, driven: bool
 ) -> tuple[list[DTensor], Call | None]:
-    """Begins a call whose results carry the graph; an x is None on ranks that know only its spec. driven: the
+    """Begins a call whose results carry the graph; an x is a DTensor where this rank has one. driven: the
     caller waits at once."""
     global _current, _retained
     if compiled.transfer is None:

@@ -381,21 +381,22 @@ class Compiled:
 
     def begin(
         self,
-        xs: Sequence[DTensor | None],
+        xs: Sequence[Any],
         timeout: float,
-        out: DTensor | None = None,
+        out: Any = None,
         *,
         driven: bool = False,
     ) -> tuple[list[DTensor], Call | None]:
-        """Starts the transfer of xs, one per move (None on ranks outside the source). The results' local
-        tensors are filled once the call has been waited for: new ones, or that of `out`, where there is one
-        move. driven: the caller waits at once."""
+        """Starts the transfer of xs, one per move (no DTensor on ranks outside the source). The results'
+        local tensors are filled once the call has been waited for: new ones, or where there is one move that
+        of `out`, if it is a DTensor. driven: the caller waits at once."""
+        out = out if isinstance(out, DTensor) else None
         results, sources, targets = [], [], []
         cast: list[tuple[torch.Tensor, torch.Tensor]] = []
         for move, x in zip(self.moves, xs, strict=True):
             result = move.allocate() if out is None else out
             results.append(result)
-            source = move.outgoing(x._local_tensor) if move.is_holder and x is not None else None
+            source = move.outgoing(x._local_tensor) if move.is_holder and isinstance(x, DTensor) else None
             target = None
             if move.local_shape is not None:
                 local = target = result._local_tensor
@@ -515,13 +516,13 @@ def handle_of(
     call: Call | None,
     result: Any,
     compiled: Compiled,
-    xs: Sequence[DTensor | None],
-    out: DTensor | None = None,
+    xs: Sequence[Any],
+    out: Any = None,
 ) -> Handle[Any]:
     """The handle of a started call; it watches the sources for changes. out: where the result goes. A source
     in its storage is not watched, since this very call writes there."""
-    given = [x for x in xs if x is not None]
-    if out is not None:
+    given = [x for x in xs if isinstance(x, DTensor)]
+    if isinstance(out, DTensor):
         written = storage_of(out._local_tensor)
         given = [x for x in given if storage_of(x._local_tensor) != written]
     sources = [tensor for x in given for tensor in (x, x._local_tensor)]

@@ -389,21 +389,19 @@ def run_call(
             else:
                 compiled = compiled_call(parent, xs, goals, op, options, dead)
         if compiled is not None:
-            target = out if isinstance(out, DTensor) else None
-            held = [x if isinstance(x, DTensor) else None for x in xs]
             if copy and async_op:
-                held = [copied(x) for x in held]
+                xs = [copied(x) for x in xs]
             if compiled.differentiable and torch.is_grad_enabled():
-                results, call = differentiable_call(compiled, held, timeout, driven=not async_op)
+                results, call = differentiable_call(compiled, xs, timeout, driven=not async_op)
             else:
-                results, call = compiled.begin(held, timeout, target, driven=not async_op)
+                results, call = compiled.begin(xs, timeout, out, driven=not async_op)
     except Exception as error:
         raise_refused(error, op, _places(xs, goals, compiled, dead), group, timeout, lost=dead or ())
     if checked is not None:
         return checked.start(timeout, answer, copy) if async_op else answer(checked.run(timeout))
     assert compiled is not None
     if async_op:
-        return handle_of(call, answer(results), compiled, held, target)
+        return handle_of(call, answer(results), compiled, xs, out)
     if call is not None:
         call.wait()
     return answer(results)
