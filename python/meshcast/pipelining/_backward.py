@@ -35,7 +35,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from .. import _C
-from .compat import names_of_torch
+from ._utils import names_of_torch
 
 __all__ = ["SplitBackward", "children_first", "hooks_made", "own_functions", "saved_values"]
 

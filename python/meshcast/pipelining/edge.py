@@ -1,4 +1,5 @@
-"""Edges: which output of which stage is which input of which later stage.
+"""Edges: which output of which stage is which input of which later stage; and what modules here know of a
+stage (`StageFacts`), which lies above them.
 
 The values that travel together: every output of a stage to all stages that use it, once.
 
@@ -11,15 +12,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from ..errors import LayoutError
+from ..groups.parent import parent_group
 from ..layout import Layout
+from ..planning.plan import Problem
+from ..topology import Topology
+from ..transfers.transfer import DEFAULT_OPTIONS, PersistentTransfer, PlanOptions, new_transfer
 from .action import Link
+from .parallel import DataUse, Inferred, LocalValue, Placements, SentDTensor, StageMesh, ValuePlacements
 
-__all__ = ["Bundle", "Delivery", "Edge", "bundles", "check_edges", "links_of", "returns"]
+__all__ = [
+    "Bundle",
+    "Delivery",
+    "Edge",
+    "StageFacts",
+    "bundles",
+    "check_edges",
+    "links_of",
+    "make_transfer",
+    "returns",
+]
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -192,3 +211,84 @@ def _is_whole(layout: Layout) -> bool:
         size == 1 or isinstance(placement, Replicate)
         for size, placement in zip(layout.mesh_shape, layout.placements, strict=True)
     ) and not any(isinstance(placement, Partial) for placement in layout.placements)
+
+
+class StageFacts(Protocol):
+    """The facts of a `PipelineStage` that its values and edges depend on, which modules below it see."""
+
+    stage_index: int
+    num_stages: int
+    rank: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+    submod: torch.nn.Module
+    mesh: StageMesh
+    input_placements: ValuePlacements
+    output_placements: ValuePlacements
+    input_examples: tuple[torch.Tensor, ...] | None
+    data_dims: list[int]
+    loss_dims: list[int]
+    data_dims_given: bool
+    loss_dims_given: bool
+    summed_dims: list[int]
+    use_dtensor: bool
+    edges: tuple[Edge, ...] | None
+    strategy: str
+    topology: Topology | None
+    sharing: Mapping[str, Sequence[int]] | None
+
+    @property
+    def is_first(self) -> bool: ...
+
+    @property
+    def is_last(self) -> bool: ...
+
+    @property
+    def alone(self) -> bool: ...
+
+    @property
+    def batch_parts(self) -> int: ...
+
+    @property
+    def shared(self) -> dict[str, torch.nn.Parameter]: ...
+
+    def output_layout(self, index: int, local: LocalValue) -> Placements: ...
+
+    def infer(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        with_grad: bool,
+        empty: bool,
+        data: DataUse,
+        again: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
+    ) -> Inferred: ...
+
+    def wrap(
+        self,
+        local: torch.Tensor,
+        placements: Placements,
+        shape: Sequence[int],
+        mesh: DeviceMesh | None = None,
+    ) -> torch.Tensor: ...
+
+    def as_before(self, local: torch.Tensor, sent: SentDTensor) -> torch.Tensor: ...
+
+
+def make_transfer(
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    problems: Sequence[Problem],
+    lane: int,
+    op: str,
+    timeout: float,
+    options: PlanOptions = DEFAULT_OPTIONS,
+) -> PersistentTransfer:
+    """A transfer of the pipeline's for tensors on the device of a stage. The ranks agree on it in the
+    background, those on GPUs in its first call, which `EdgeTransfers.warm_up` makes."""
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    parent = parent_group(group, op)
+    transfer = new_transfer(parent, problems, op, options, device_types=(kind, kind), lane=lane)
+    if kind == "cpu":
+        transfer.agree_ahead(timeout)
+    return transfer

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..base.checks import typed_arguments
 from ..errors import LayoutError, MeshcastError
-from .inference import local_values
+from .parallel import local_values
 from .stage import PipelineStage
 
 __all__ = [

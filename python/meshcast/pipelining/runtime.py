@@ -24,7 +24,7 @@ from ..errors import LayoutError, MeshcastError
 from ..transfers.handle import Handle
 from .action import Action, ActionKind, Link
 from .compat import windows
-from .inference import Way, as_tuple, local_values
+from .parallel import Way, as_tuple, local_values
 from .stage import PipelineStage
 from .step import Arriving, Functions
 from .trace import GpuClock, Mark, Trace

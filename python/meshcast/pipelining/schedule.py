@@ -22,8 +22,8 @@ from .action import Action, Actions, Link
 from .board import PipelineBoard, Refused
 from .compat import FSDP_DEFAULTS, Gathering, scales_without_loss
 from .edge import links_of
+from .gradients import hooks_at_the_end
 from .microbatch import Pieces
-from .parallel import hooks_at_the_end
 from .recipe import Recipe
 from .runtime import Runtime
 from .simulate import AutoWarmup, Budget

@@ -20,6 +20,7 @@ from typing_extensions import Unpack
 
 from ..base.checks import typed_arguments
 from ..errors import LayoutError, MeshcastError
+from ._utils import names_of_torch
 from .board import refusals_told
 from .compat import (
     FSDP_DEFAULTS,
@@ -30,7 +31,6 @@ from .compat import (
     load_order,
     lowered,
     lowers_by_itself,
-    names_of_torch,
     torch_order,
 )
 from .orders import build

@@ -23,39 +23,34 @@ from torch.utils._pytree import tree_flatten
 from ..base import checks
 from ..base.checks import shown
 from ..errors import LayoutError
-from ..groups.parent import parent_group
-from ..planning.plan import STRATEGIES, Problem
+from ..planning.plan import STRATEGIES
 from ..topology import Topology
 from ..transfers.gpu import own_obstacle
-from ..transfers.transfer import DEFAULT_OPTIONS, PersistentTransfer, PlanOptions, new_transfer
+from ._utils import names_of_torch
 from .board import refusals_told
-from .compat import PipelineStageInfo, init_stage, names_of_torch
+from .compat import PipelineStageInfo, init_stage
 from .edge import Edge, check_edges
-from .inference import (
-    DataUse,
-    Inferred,
-    LocalValue,
-    as_tuple,
-    describe_values,
-    infer_outputs,
-    is_empty,
-    local_values,
-    needs_stand_in,
-    outputs_on_fakes,
-    rows_of,
-)
-from .orders import check_size
-from .parallel import (
-    Placements,
-    ValuePlacements,
+from .gradients import (
     average_gradients,
     fsdp_groups,
     fsdp_parts,
     look_through,
-    numbered_dims,
     shared_parameters_of,
-    stage_mesh,
     sum_gradients,
+)
+from .inference import describe_values, infer_outputs, is_empty, needs_stand_in, outputs_on_fakes
+from .orders import check_size
+from .parallel import (
+    DataUse,
+    Inferred,
+    LocalValue,
+    Placements,
+    ValuePlacements,
+    as_tuple,
+    local_values,
+    numbered_dims,
+    rows_of,
+    stage_mesh,
 )
 from .parallel import data_dims as split_dims
 from .stage_compute import StageCompute
@@ -70,7 +65,6 @@ __all__ = [
     "checked",
     "current",
     "group_of",
-    "make_transfer",
     "pipeline",
     "reduce_once",
     "stage_device",
@@ -101,25 +95,6 @@ def stage_device(what: str, device: Any, mesh: DeviceMesh | None) -> torch.devic
 def current(device: torch.device) -> AbstractContextManager[Any]:
     """Makes a GPU the current one: what a transfer finds where a rank has no shard that names it."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def make_transfer(
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-    problems: Sequence[Problem],
-    lane: int,
-    op: str,
-    timeout: float,
-    options: PlanOptions = DEFAULT_OPTIONS,
-) -> PersistentTransfer:
-    """A transfer of the pipeline's for tensors on the device of a stage. The ranks agree on it in the
-    background, those on GPUs in its first call, which `EdgeTransfers.warm_up` makes."""
-    kind = "cuda" if device.type == "cuda" else "cpu"
-    parent = parent_group(group, op)
-    transfer = new_transfer(parent, problems, op, options, device_types=(kind, kind), lane=lane)
-    if kind == "cpu":
-        transfer.agree_ahead(timeout)
-    return transfer
 
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]

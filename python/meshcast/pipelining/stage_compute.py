@@ -21,27 +21,17 @@ from ..base.checks import shown
 from ..errors import LayoutError, MeshcastError
 from ._backward import SplitBackward, hooks_made, own_functions
 from .compat import PipelineStageInfo, mesh_of
-from .inference import (
-    Collectives,
-    SentDTensor,
-    Way,
-    as_tuple,
-    local_values,
-    stand_ins,
-    without_stand_in,
-    writes_on_input,
-)
+from .gradients import GradientScale, LastBackward, fsdp_parts, kept_apart, multiplied, trained_leaves
+from .inference import Collectives, stand_ins, without_stand_in, writes_on_input
 from .parallel import (
-    GradientScale,
-    LastBackward,
     Placements,
+    SentDTensor,
     StageMesh,
     ValuePlacements,
-    fsdp_parts,
+    Way,
+    as_tuple,
     gradient_placements,
-    kept_apart,
-    multiplied,
-    trained_leaves,
+    local_values,
 )
 
 __all__ = ["ForwardContext", "StageCompute"]

@@ -23,10 +23,22 @@ from torch.utils._pytree import tree_map
 from ..errors import LayoutError
 from .action import Action, ActionKind, Actions
 from .compat import Gathering, actions_of, fused_pairs, parts_of, torch_action, with_gathering
-from .inference import local_values
+from .gradients import GradientScale
 from .loss import Sharding, StepLoss, microbatch_weights, part_of
-from .microbatch import Leaf, Pieces, Values, digest_of, divided, extent, is_mask, picked, sizes_of_parts
-from .parallel import GradientScale, Placements, check_shard, local_shard
+from .microbatch import (
+    Leaf,
+    Pieces,
+    Values,
+    check_shard,
+    digest_of,
+    divided,
+    extent,
+    is_mask,
+    local_shard,
+    picked,
+    sizes_of_parts,
+)
+from .parallel import Placements, local_values
 from .stage import PipelineStage
 from .table import StageTable
 from .wiring import StageValue

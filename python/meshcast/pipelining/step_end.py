@@ -12,7 +12,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from meshcast.errors import LayoutError
 from meshcast.pipelining.board import PipelineBoard
-from meshcast.pipelining.parallel import kept_apart
+from meshcast.pipelining.gradients import kept_apart
 from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.step import GivenOrder, StepFeed, functions_of
 from meshcast.pipelining.table import StageTable

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from meshcast.errors import LayoutError
 from meshcast.pipelining.board import PipelineBoard
-from meshcast.pipelining.inference import DataUse, Inferred
+from meshcast.pipelining.parallel import DataUse, Inferred
 from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.step import StepFeed
 from meshcast.pipelining.table import SharedGradients, StageTable

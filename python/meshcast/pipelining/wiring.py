@@ -27,10 +27,27 @@ from ..transfers.handle import Handle
 from ..transfers.transfer import PersistentTransfer, PlanOptions
 from .action import Link
 from .board import PipelineBoard, Refused
-from .edge import Bundle, Delivery, Edge, bundles, check_edges, links_of, returns
-from .inference import DataUse, Inferred, LocalValue, SentDTensor, Way, global_shape, with_empty
-from .parallel import gradient_placements
-from .stage import PipelineStage, make_transfer
+from .edge import (
+    Bundle,
+    Delivery,
+    Edge,
+    StageFacts,
+    bundles,
+    check_edges,
+    links_of,
+    make_transfer,
+    returns,
+)
+from .parallel import (
+    DataUse,
+    Inferred,
+    LocalValue,
+    SentDTensor,
+    Way,
+    global_shape,
+    gradient_placements,
+    with_empty,
+)
 from .table import SharedGradients, StageTable
 
 __all__ = [
@@ -58,7 +75,7 @@ class _Value(Protocol):
 
 
 def check_split(
-    stage: PipelineStage,
+    stage: StageFacts,
     inputs: Mapping[int, _Value],
     outputs: Sequence[_Value],
     last_outputs: Sequence[LocalValue] | None,
@@ -82,7 +99,7 @@ def check_split(
 
 
 def _check_data_dim(
-    stage: PipelineStage,
+    stage: StageFacts,
     dim: int,
     cut: Sequence[int],
     inputs: Mapping[int, _Value],
@@ -117,7 +134,7 @@ def _check_data_dim(
 
 
 def _check_loss_dim(
-    stage: PipelineStage, dim: int, value: _Value, index: int, outputs: Sequence[LocalValue]
+    stage: StageFacts, dim: int, value: _Value, index: int, outputs: Sequence[LocalValue]
 ) -> None:
     """Raises LayoutError where, by their sizes, the outputs that the loss is taken of are this rank's part
     of the input."""
@@ -144,7 +161,7 @@ def _check_loss_dim(
                 )
 
 
-def _local_shape(stage: PipelineStage, value: _Value, dim: int, placement: Placement) -> tuple[int, ...]:
+def _local_shape(stage: StageFacts, value: _Value, dim: int, placement: Placement) -> tuple[int, ...]:
     """The shape of the value on this rank, if `placement` were its placement over dimension `dim`."""
     others = value.layout.placements
     placements = (*others[:dim], placement, *others[dim + 1 :])
@@ -155,7 +172,7 @@ def _is_cut(placement: object) -> bool:
     return isinstance(placement, Shard) and placement.dim != 0
 
 
-def _has_tensor_parallel_parameters_only(stage: PipelineStage, dim: int) -> bool:
+def _has_tensor_parallel_parameters_only(stage: StageFacts, dim: int) -> bool:
     """Returns whether every trained parameter is a DTensor over the ranks along the dimension."""
     along = stage.mesh.along([dim])
     return all(
@@ -220,7 +237,7 @@ class EdgeTransfers:
         deliveries: Sequence[Delivery],
         sources: Sequence[LocalShape],
         buffers: Sequence[LocalShape],
-        stage: PipelineStage,
+        stage: StageFacts,
         number: int,
     ) -> None:
         self.transfer = transfer
@@ -327,7 +344,7 @@ _Agreed = tuple[
 
 
 def connect(
-    stages: Mapping[int, PipelineStage],
+    stages: Mapping[int, StageFacts],
     table: StageTable,
     board: PipelineBoard,
     args: Sequence[Any],
@@ -396,7 +413,7 @@ def connect(
 
 
 def _agree(
-    stages: Mapping[int, PipelineStage],
+    stages: Mapping[int, StageFacts],
     table: StageTable,
     board: PipelineBoard,
     args: Sequence[Any],
@@ -456,7 +473,7 @@ def _agree(
     return values, edges, inputs_of, inferred, found_bundles, returned
 
 
-def _publish_shapes(stage: PipelineStage, board: PipelineBoard, topic: str, inferred: Inferred) -> None:
+def _publish_shapes(stage: StageFacts, board: PipelineBoard, topic: str, inferred: Inferred) -> None:
     outputs = [] if stage.is_last else inferred.outputs
     encoded = None
     if outputs is not None:
@@ -522,7 +539,7 @@ def _value_of(edge: Edge, values: Sequence[Sequence[StageValue]]) -> StageValue:
 
 
 def _inputs(
-    stage: PipelineStage,
+    stage: StageFacts,
     table: StageTable,
     edges: Sequence[Edge] | None,
     values: Sequence[Sequence[StageValue]],
@@ -541,7 +558,7 @@ def _inputs(
     return dict(sorted(inputs.items()))
 
 
-def _examples(stage: PipelineStage, inputs: Mapping[int, StageValue]) -> list[torch.Tensor]:
+def _examples(stage: StageFacts, inputs: Mapping[int, StageValue]) -> list[torch.Tensor]:
     """Stand-ins of this rank's inputs, for shape inference only."""
     examples = []
     for index, value in inputs.items():
@@ -556,7 +573,7 @@ def _examples(stage: PipelineStage, inputs: Mapping[int, StageValue]) -> list[to
     return examples
 
 
-def _check_examples(stage: PipelineStage, inputs: Mapping[int, StageValue], *, sizes: bool) -> None:
+def _check_examples(stage: StageFacts, inputs: Mapping[int, StageValue], *, sizes: bool) -> None:
     """sizes: of the first dimension as well, which later micro-batches may have another of."""
     if stage.input_examples is None or not inputs:
         return
@@ -578,7 +595,7 @@ def _check_examples(stage: PipelineStage, inputs: Mapping[int, StageValue], *, s
 
 
 def _compile_bundle(
-    wiring: Wiring, stages: Mapping[int, PipelineStage], bundle: Bundle, number: int, timeout: float
+    wiring: Wiring, stages: Mapping[int, StageFacts], bundle: Bundle, number: int, timeout: float
 ) -> None:
     own = [stage for stage in (bundle.source, *bundle.consumers) if stage in stages]
     if not own:
@@ -613,7 +630,7 @@ def _returned(
 
 def _compile_return(
     wiring: Wiring,
-    stages: Mapping[int, PipelineStage],
+    stages: Mapping[int, StageFacts],
     link: Link,
     returned: Sequence[tuple[Delivery, Problem]],
     number: int,
@@ -627,7 +644,7 @@ def _compile_return(
 
 
 def _edge_transfers(
-    stage: PipelineStage,
+    stage: StageFacts,
     problems: list[Problem],
     consumers: Sequence[int],
     deliveries: Sequence[Delivery],

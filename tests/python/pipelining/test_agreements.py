@@ -9,9 +9,16 @@ import torch
 from meshcast.base import forks
 from meshcast.errors import LayoutError
 from meshcast.layout import Layout
-from meshcast.pipelining.inference import Inferred, LocalValue, infer_outputs, stand_ins, with_empty
+from meshcast.pipelining.inference import infer_outputs, stand_ins
 from meshcast.pipelining.microbatch import cut
-from meshcast.pipelining.parallel import StageMesh, gradient_placements, numbered_dims
+from meshcast.pipelining.parallel import (
+    Inferred,
+    LocalValue,
+    StageMesh,
+    gradient_placements,
+    numbered_dims,
+    with_empty,
+)
 from meshcast.pipelining.varying import agree_on_step
 from torch import nn
 from torch.distributed.pipelining.microbatch import TensorChunkSpec

@@ -14,8 +14,8 @@ from meshcast import Layout
 from meshcast.errors import LayoutError
 from meshcast.pipelining import Edge, PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
 from meshcast.pipelining.board import PipelineBoard
-from meshcast.pipelining.edge import Delivery
-from meshcast.pipelining.stage import make_transfer, stage_device
+from meshcast.pipelining.edge import Delivery, make_transfer
+from meshcast.pipelining.stage import stage_device
 from meshcast.pipelining.table import agree_on_stages, describe_stages
 from meshcast.pipelining.wiring import EdgeTransfers, LocalShape, Wiring
 from meshcast.transfers.gpu import GpuMedium

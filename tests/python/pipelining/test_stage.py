@@ -24,14 +24,16 @@ from meshcast.pipelining import (
     get_schedule_class,
 )
 from meshcast.pipelining.action import ScheduleError
-from meshcast.pipelining.inference import LocalValue, global_shape, infer_outputs
+from meshcast.pipelining.gradients import shared_parameters_of
+from meshcast.pipelining.inference import infer_outputs
+from meshcast.pipelining.microbatch import local_shard
 from meshcast.pipelining.parallel import (
+    LocalValue,
     StageMesh,
     ValuePlacements,
     data_dims,
+    global_shape,
     gradient_placements,
-    local_shard,
-    shared_parameters_of,
 )
 from meshcast.pipelining.schedule import ScheduleOptions
 from meshcast.pipelining.wiring import decode_value, encode_value
