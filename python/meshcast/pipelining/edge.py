@@ -10,15 +10,17 @@ so that all come to the same edges in the same order.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import stage as torch_stage
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
+from ..base.checks import shown
 from ..errors import LayoutError
 from ..groups.parent import parent_group
 from ..layout import Layout
@@ -34,6 +36,11 @@ __all__ = [
     "Edge",
     "StageFacts",
     "bundles",
+    "check_kinds",
+    "checked",
+    "group_of",
+    "reduce_once",
+    "traced_edges",
     "check_edges",
     "links_of",
     "make_transfer",
@@ -90,6 +97,22 @@ def check_edges(edges: Iterable[Edge], num_stages: int) -> tuple[Edge, ...]:
         if not any(edge.from_stage == stage for edge in ordered):
             raise LayoutError(f"stage {stage}: no edge leaves it, so nothing it computes is used")
     return ordered
+
+
+def traced_edges(nodes: list[Any]) -> list[Edge]:
+    """Arguments of a stage that are the model's own are given to it by name; the others are its inputs."""
+    number = {node: index for index, node in enumerate(nodes)}
+    edges = []
+    for stage, node in enumerate(nodes):
+        inputs = 0
+        for argument in node.args:
+            output, source = 0, argument
+            while source.target is operator.getitem:
+                source, output = source.args
+            if source in number:
+                edges.append(Edge(number[source], output, stage, inputs))
+                inputs += 1
+    return edges
 
 
 def links_of(edges: Sequence[Edge]) -> list[Link]:
@@ -236,6 +259,7 @@ class StageFacts(Protocol):
     strategy: str
     topology: Topology | None
     sharing: Mapping[str, Sequence[int]] | None
+    reduced_elsewhere: set[int]
 
     @property
     def is_first(self) -> bool: ...
@@ -252,6 +276,8 @@ class StageFacts(Protocol):
     @property
     def shared(self) -> dict[str, torch.nn.Parameter]: ...
 
+    def learn_wrappers(self) -> None: ...
+
     def output_layout(self, index: int, local: LocalValue) -> Placements: ...
 
     def infer(
@@ -264,13 +290,7 @@ class StageFacts(Protocol):
         again: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
     ) -> Inferred: ...
 
-    def wrap(
-        self,
-        local: torch.Tensor,
-        placements: Placements,
-        shape: Sequence[int],
-        mesh: DeviceMesh | None = None,
-    ) -> torch.Tensor: ...
+    def wrap(self, local: torch.Tensor, placements: Placements, shape: Sequence[int]) -> torch.Tensor: ...
 
     def as_before(self, local: torch.Tensor, sent: SentDTensor) -> torch.Tensor: ...
 
@@ -292,3 +312,76 @@ def make_transfer(
     if kind == "cpu":
         transfer.agree_ahead(timeout)
     return transfer
+
+
+S = TypeVar("S", bound=StageFacts)
+
+
+def group_of(stages: object) -> Any:
+    """The process group of the pipeline that a stage, or several, are of, whatever was given for them."""
+    first = stages[0] if isinstance(stages, Sequence) and stages else stages
+    return getattr(first, "group", None)
+
+
+def check_kinds(stages: object) -> None:
+    """Raises LayoutError for what are no stages, or torch's own. Other subclasses of torch's base may be
+    looked at, but not run."""
+    if not isinstance(stages, Sequence) or not stages:
+        raise LayoutError(f"a schedule needs at least one stage on this rank, found {stages!r}")
+    for stage in stages:
+        if type(stage) in (torch_stage.PipelineStage, torch_stage._PipelineStage) or not isinstance(
+            stage, torch_stage._PipelineStageBase
+        ):
+            raise LayoutError(
+                f"stage must be a meshcast.pipelining.PipelineStage, found {type(stage).__name__} of "
+                f"{type(stage).__module__}: import it, pipeline and build_stage from meshcast.pipelining"
+            )
+
+
+def checked(stages: Sequence[S], microbatches: int) -> dict[int, S]:
+    """The stages by number, ascending. Raises LayoutError unless they can be one rank's."""
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int):
+        raise LayoutError(f"n_microbatches must be an integer, found {shown(microbatches)}")
+    if microbatches < 1:
+        raise LayoutError(f"n_microbatches must be at least 1, found {microbatches}")
+    first = stages[0]
+    for stage in stages[1:]:
+        for what, mine, theirs in (
+            ("num_stages", first.num_stages, stage.num_stages),
+            ("edges", first.edges, stage.edges),
+            ("group", first.group, stage.group),
+            ("mesh", sorted(first.mesh.ranks), sorted(stage.mesh.ranks)),
+            ("device", first.device, stage.device),
+        ):
+            if mine != theirs:
+                raise LayoutError(
+                    f"stages {first.stage_index} and {stage.stage_index} of rank {first.rank} have different "
+                    f"{what}: {mine} and {theirs}"
+                )
+    for stage in stages:
+        stage.learn_wrappers()
+    by_index = {stage.stage_index: stage for stage in stages}
+    if len(by_index) != len(stages):
+        raise LayoutError(f"rank {first.rank} makes a stage twice: {[s.stage_index for s in stages]}")
+    return dict(sorted(by_index.items()))
+
+
+def reduce_once(stages: Iterable[StageFacts]) -> None:
+    """A parameter that several stages of this rank hold is left to the first. Raises LayoutError where they
+    would reduce its gradient over different ranks."""
+    owners: dict[int, StageFacts] = {}
+    for stage in stages:
+        stage.reduced_elsewhere.clear()
+        for name, parameter in stage.submod.named_parameters():
+            first = owners.setdefault(id(parameter), stage)
+            if first is stage:
+                continue
+            mine, other = (each.mesh.along(each.data_dims) for each in (stage, first))
+            if sorted(mine) != sorted(other):
+                raise LayoutError(
+                    f"stages {first.stage_index} and {stage.stage_index} of rank {stage.rank} hold one "
+                    f"parameter, {name!r} of the latter, but split their samples over different ranks, "
+                    f"{other} and {mine}: give them the same mesh= and data_dims=, or copies and "
+                    "shared_parameters="
+                )
+            stage.reduced_elsewhere.add(id(parameter))

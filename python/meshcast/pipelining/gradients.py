@@ -29,65 +29,114 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import LayoutError
-from .parallel import StageMesh
+from .parallel import Placements, StageMesh, as_dtensor, gradient_placements, local_values
 
 __all__ = [
     "GradientScale",
-    "LastBackward",
-    "Wrapped",
+    "Wrappers",
     "average_gradients",
     "fsdp_groups",
     "fsdp_parts",
     "hooks_at_the_end",
+    "input_gradient",
     "kept_apart",
-    "look_through",
-    "multiplied",
+    "least_ratio",
+    "seeded",
     "shared_parameters_of",
     "sum_gradients",
-    "trained_leaves",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Wrapped:
-    """module: the one that computes. columns: the group that gradients are averaged over, where DDP joins
-    pipelines."""
+class Wrappers:
+    """The data-parallel wrappers of a stage's module, DistributedDataParallel and FSDP2. FSDP2 is told to sum
+    where it reduces inside the stage, and which backward of a step is the last.
 
-    module: Any
-    columns: dist.ProcessGroup | None = None
+    Args:
+        module: of the user.
+        group: of the whole pipeline.
+        what: names the stage in errors.
+        before: those that were found earlier, when `module` was below them.
 
+    Attributes:
+        module: the one that computes.
+        parts: those of it that FSDP2 manages.
+        columns: the group that gradients are averaged over, where DDP joins pipelines; else None.
+        joined: the groups whose ranks, taken together, are all that the stage is joined with in other
+            pipelines.
 
-def look_through(
-    module: torch.nn.Module,
-    mesh: StageMesh,
-    data_dims: Sequence[int],
-    pipeline: Sequence[int],
-    what: str,
-) -> Wrapped:
-    """Finds the wrappers, and tells FSDP2 to sum where it reduces inside the stage.
-
-    pipeline: all ranks of the pipeline.
-
-    Raises LayoutError if a DDP or FSDP2 module reduces over other ranks than those that the stage splits its
-    samples over, unless these are of other pipelines.
+    Raises:
+        LayoutError: a wrapper reduces over other ranks than those that the stage splits its samples over, and
+            these are not of other pipelines.
     """
-    if isinstance(module, DistributedDataParallel):
-        ranks = dist.get_process_group_ranks(module.process_group)
-        inside = _is_inside(ranks, mesh, data_dims, pipeline, f"{what}: DistributedDataParallel")
-        return Wrapped(module.module, None if inside else module.process_group)
-    for part in fsdp_parts(module):
-        for group in fsdp_groups(part):
-            ranks = group.mesh_info.mesh.mesh.flatten().tolist()
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        mesh: StageMesh,
+        data_dims: Sequence[int],
+        group: dist.ProcessGroup | None,
+        what: str,
+        before: Wrappers | None = None,
+    ) -> None:
+        pipeline = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+        self.columns: dist.ProcessGroup | None = None if before is None else before.columns
+        if isinstance(module, DistributedDataParallel):
+            ranks = dist.get_process_group_ranks(module.process_group)
+            if not _is_inside(ranks, mesh, data_dims, pipeline, f"{what}: DistributedDataParallel"):
+                self.columns = module.process_group
+            module = module.module
+        self.module = module
+        self.parts = list(fsdp_parts(module))
+        managed = [each for part in self.parts for each in fsdp_groups(part)]
+        for each in managed:
+            ranks = each.mesh_info.mesh.mesh.flatten().tolist()
             if _is_inside(ranks, mesh, data_dims, pipeline, f"{what}: FSDP2"):
-                group.gradient_divide_factor = 1.0
+                each.gradient_divide_factor = 1.0
                 # Else the factor would be multiplied inside the reduction, which gloo cannot.
-                group.force_sum_reduction_for_comms = True
-    return Wrapped(module)
+                each.force_sum_reduction_for_comms = True
+        meshes = [each.mesh_info.mesh for each in managed]
+        self.joined = [self.columns] if self.columns is not None else _joined(module, meshes, set(pipeline))
+        self._left = 0
+
+    def begin_step(self, microbatches: int, *, finalize: bool = True) -> None:
+        """finalize: its last backward is the last; else a later step's is."""
+        self._left = microbatches if finalize else microbatches + 1
+        self.reshard()  # a forward outside may have left parameters gathered
+
+    def reshard(self) -> None:
+        """Makes the module hold its own shards again. A forward without a backward leaves some gathered, and
+        gradients are those of the shards."""
+        for part in self.parts:
+            part.reshard()
+
+    def before_backward(self) -> None:
+        """Once per micro-batch."""
+        self._left -= 1
+        last = self._left == 0
+        for part in self.parts:
+            part.set_is_last_backward(last)
+            part.set_requires_gradient_sync(last, recurse=False)
+            # Gathered parameters stay between the micro-batches of a step.
+            part.set_reshard_after_backward(last, recurse=False)
+
+
+def _joined(module: torch.nn.Module, meshes: Sequence[DeviceMesh], own: set[int]) -> list[dist.ProcessGroup]:
+    for part in module.modules():
+        if isinstance(part, DistributedDataParallel) and not own.issuperset(
+            dist.get_process_group_ranks(part.process_group)
+        ):
+            return [part.process_group]
+    outside = [mesh for mesh in meshes if not own.issuperset(mesh.mesh.flatten().tolist())]
+    if not outside:
+        return []
+    widest = max(outside, key=lambda mesh: mesh.size())  # the first one of several
+    return [widest.get_group(dim) for dim in range(widest.ndim) if widest.size(dim) > 1]
 
 
 def fsdp_parts(module: torch.nn.Module) -> Iterator[FSDPModule]:
@@ -104,14 +153,14 @@ def fsdp_groups(part: FSDPModule) -> list[Any]:
     return list(groups)
 
 
-def trained_leaves(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Returns where autograd adds up gradients: parameters, and what FSDP2 gathers them into."""
-    leaves = list(module.parameters())
+def _trained_leaves(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """The tensors in which autograd adds up gradients: parameters, and what FSDP2 gathers them into."""
+    leaves = {id(each): each for each in module.parameters()}
     for part in fsdp_parts(module):
         for group in fsdp_groups(part):
             gathered = (getattr(each, "_unsharded_param", None) for each in group.fsdp_params)
-            leaves += [each for each in gathered if each is not None]
-    return list({id(each): each for each in leaves}.values())
+            leaves |= {id(each): each for each in gathered if each is not None}
+    yield from leaves.values()
 
 
 def _is_inside(
@@ -130,39 +179,6 @@ def _is_inside(
         "for one pipeline in each data-parallel column, a group= without the other ranks; this one has ranks "
         f"{list(pipeline)}"
     )
-
-
-class LastBackward:
-    """Tells FSDP2 which backward of a step is the last. Does nothing for other modules."""
-
-    def __init__(self, module: Any) -> None:
-        self._parts = list(fsdp_parts(module))
-        self._left = 0
-
-    @property
-    def active(self) -> bool:
-        return bool(self._parts)
-
-    def begin_step(self, microbatches: int, *, finalize: bool = True) -> None:
-        """finalize: its last backward is the last; else a later step's is."""
-        self._left = microbatches if finalize else microbatches + 1
-        self.reshard()  # a forward outside may have left parameters gathered
-
-    def reshard(self) -> None:
-        """Makes the module hold its own shards again. A forward without a backward leaves some gathered, and
-        gradients are those of the shards."""
-        for part in self._parts:
-            part.reshard()
-
-    def before_backward(self) -> None:
-        """Once per micro-batch."""
-        self._left -= 1
-        last = self._left == 0
-        for part in self._parts:
-            part.set_is_last_backward(last)
-            part.set_requires_gradient_sync(last, recurse=False)
-            # Gathered parameters stay between the micro-batches of a step.
-            part.set_reshard_after_backward(last, recurse=False)
 
 
 def shared_parameters_of(
@@ -247,10 +263,36 @@ class GradientScale:
         parameters of the loss function. torch leaves these as they are."""
         return _ONE if self.end is None else ratio * self.column / self.unit
 
+    @contextmanager
+    def applied(
+        self, ratio: Fraction, module: torch.nn.Module, others: Sequence[torch.Tensor]
+    ) -> Iterator[None]:
+        """Inside, what autograd adds to gradients has the scale of the step, that of the module's parameters
+        except for what is multiplied at its end. others: tensors outside the module that get gradients."""
+        late, whole = float(self.late(ratio)), float(self.whole(ratio))
+        with _multiplied(_trained_leaves(module), late), _multiplied(others, whole):
+            yield
+
+    def run_scaled(self, ratio: Fraction, module: torch.nn.Module, run: Callable[[], Any]) -> None:
+        """Calls run(), which adds gradients of the module's parameters by itself, so that they have the scale
+        of the step."""
+        factor = self.late(ratio)
+        if factor == 1:
+            run()
+            return
+        with kept_apart([module]):
+            run()
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(float(factor))
+
 
 @contextmanager
-def multiplied(tensors: Iterable[torch.Tensor], factor: float) -> Iterator[None]:
+def _multiplied(tensors: Iterable[torch.Tensor], factor: float) -> Iterator[None]:
     """Inside, autograd multiplies what it adds to gradients of these tensors by `factor`."""
+    if factor == 1:
+        yield
+        return
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         # What counts nothing may be infinite: a mean over no samples.
@@ -413,3 +455,66 @@ def _sum_bucket(bucket: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGro
         dist.all_reduce(flat, group=group)
     for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
         gradient.copy_(summed.view(gradient.shape))
+
+
+def seeded(
+    outputs: Sequence[Any],
+    gradients: Sequence[torch.Tensor | None],
+    ratio: Fraction,
+    copies: Callable[[int], int],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The outputs from which a backward starts, and their gradients, in units of what the rank itself
+    computes.
+
+    ratio: of the micro-batch, see `GradientScale`. copies: how many data-parallel ranks each have all of an
+    output.
+    """
+    roots, seeds = [], []
+    for index, (root, gradient) in enumerate(zip(outputs, gradients, strict=True)):
+        if gradient is None or not root.requires_grad:
+            continue
+        divisor = ratio or _ONE
+        if not isinstance(root, DTensor):
+            # All data-parallel ranks made this value, and what is behind it is summed over them.
+            divisor *= copies(index)
+        if divisor != 1:
+            gradient = gradient * float(1 / divisor)
+        if isinstance(root, DTensor) and not isinstance(gradient, DTensor):
+            placements = gradient_placements(tuple(root.placements))
+            gradient = as_dtensor(gradient, root.device_mesh, placements, root.shape)
+        roots.append(root)
+        seeds.append(gradient)
+    return roots, seeds
+
+
+def least_ratio(gradients: Sequence[torch.Tensor | None], counts: bool) -> Fraction:
+    """The ratio of a rank without samples: 0. Where it nevertheless has outputs, such as those that are made
+    of parameters alone, their gradients count, and what its module adds is made too small to be seen.
+    counts: the micro-batch has samples on other ranks."""
+    present = [each for each in gradients if each is not None and each.numel()] if counts else []
+    if not present:
+        return Fraction(0)
+    # float16 has no room for such factors.
+    return Fraction(1, 1 << (24 if all(each.dtype != torch.float16 for each in present) else 4))
+
+
+def input_gradient(value: Any, ratio: Fraction, placements: Placements | None) -> torch.Tensor | None:
+    """Takes the gradient of an input out of it, local, in units of the step. None: it takes none.
+
+    placements: of the input; None: those that it has as a DTensor.
+    """
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return None
+    gradient = value.grad
+    value.grad = None
+    if gradient is None:  # the module did not use it
+        return torch.zeros_like(local_values(value))
+    if isinstance(gradient, DTensor):
+        given: Any = value
+        own = tuple(given.placements) if placements is None else placements
+        gradient = gradient.redistribute(placements=gradient_placements(own))
+    # Not in place: it may be that of an output too, or of another input.
+    found = local_values(gradient)
+    if ratio == 1:
+        return found
+    return found * float(ratio) if ratio else torch.zeros_like(found)

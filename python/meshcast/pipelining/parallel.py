@@ -7,7 +7,9 @@ the loss, so the gradient of what is whole there is a pending sum (`gradient_pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +23,7 @@ from torch.utils._pytree import tree_flatten
 
 from ..errors import LayoutError
 from ..layout import Layout
+from ..transfers.gpu import own_obstacle
 
 __all__ = [
     "DataUse",
@@ -31,13 +34,16 @@ __all__ = [
     "StageMesh",
     "ValuePlacements",
     "Way",
+    "as_dtensor",
     "as_tuple",
+    "current",
     "data_dims",
     "global_shape",
     "gradient_placements",
     "local_values",
     "numbered_dims",
     "rows_of",
+    "stage_device",
     "stage_mesh",
     "with_empty",
 ]
@@ -69,6 +75,21 @@ class StageMesh:
         """The ranks that differ from this one in these dimensions only, this one included."""
         index = tuple(slice(None) if dim in dims else at for dim, at in enumerate(self.coordinate))
         return [int(rank) for rank in torch.tensor(self._nested)[index].flatten()]
+
+    def parts(self, dims: Sequence[int]) -> int:
+        """The number of parts of what is split over these dimensions."""
+        return math.prod(self.shape[dim] for dim in dims)
+
+    def part(self, dims: Sequence[int]) -> int:
+        """The number of this rank's part, from 0."""
+        part = 0
+        for dim in dims:
+            part = part * self.shape[dim] + self.coordinate[dim]
+        return part
+
+    def dims_but(self, dims: Sequence[int]) -> list[int]:
+        """The other dimensions."""
+        return [dim for dim in range(len(self.shape)) if dim not in dims]
 
     def layout(self, placements: Placements) -> Layout:
         return Layout(self._nested, placements)
@@ -134,8 +155,13 @@ def data_dims(placements: ValuePlacements) -> list[int]:
     return sorted(found)
 
 
-def numbered_dims(what: str, given: Sequence[int | str], mesh: StageMesh) -> list[int]:
-    """Mesh dimensions given by number or name. Raises LayoutError for one that the mesh does not have."""
+def numbered_dims(
+    what: str, given: Sequence[int | str] | None, mesh: StageMesh, default: list[int]
+) -> list[int]:
+    """Mesh dimensions given by number or name; None: `default`. Raises LayoutError for one that the mesh does
+    not have."""
+    if given is None:
+        return default
     names = getattr(mesh.device_mesh, "mesh_dim_names", None) or ()
     found = set()
     for each in [given] if isinstance(given, (int, str)) else given:
@@ -215,6 +241,16 @@ def local_values(value: torch.Tensor) -> torch.Tensor:
     some inside tensor-parallel modules) returns a stand-in that has none until it is waited for."""
     local = value.to_local() if isinstance(value, DTensor) else value
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def as_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh | None, placements: Placements, shape: Sequence[int]
+) -> torch.Tensor:
+    """The DTensor of this shape that a local shard belongs to."""
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
 
 
 def rows_of(values: Sequence[Any]) -> int | None:
@@ -319,3 +355,29 @@ def with_empty(
         like = next((int(each) for each in alike.flatten() if int(each) in known), next(iter(known)))
         found[rank] = [0, *known[like][1:]] if by_samples else known[like]
     return found
+
+
+def stage_device(what: str, device: Any, mesh: DeviceMesh | None) -> torch.device:
+    """The device of a stage; of "cuda" without a number the current one. what: names the stage in errors.
+    mesh: of the user, if any. Raises LayoutError where this process cannot use it, or the mesh is on
+    another."""
+    found = torch.device(device)
+    if found.type == "cuda":
+        reason = own_obstacle(copies_only=False)
+        if reason:
+            raise LayoutError(f"{what}: device is {device}, but {reason}")
+        count = torch.cuda.device_count()
+        if found.index is None:
+            found = torch.device("cuda", torch.cuda.current_device())
+        elif found.index >= count:
+            raise LayoutError(f"{what}: device is {device}, but this process sees {count} GPUs, cuda:0 first")
+    if mesh is not None and mesh.device_type != found.type and "cuda" in (mesh.device_type, found.type):
+        raise LayoutError(
+            f"{what}: device is {found}, but mesh= is on {mesh.device_type}: make both the same"
+        )
+    return found
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one: what a transfer finds where a rank has no shard that names it."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

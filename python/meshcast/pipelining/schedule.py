@@ -21,13 +21,15 @@ from ..topology import Topology
 from .action import Action, Actions, Link
 from .board import PipelineBoard, Refused
 from .compat import FSDP_DEFAULTS, Gathering, scales_without_loss
-from .edge import links_of
+from .edge import checked, links_of, reduce_once
 from .gradients import hooks_at_the_end
 from .microbatch import Pieces
+from .orders import check_size
+from .parallel import current
 from .recipe import Recipe
 from .runtime import Runtime
 from .simulate import AutoWarmup, Budget
-from .stage import PipelineStage, checked, current, reduce_once
+from .stage import PipelineStage
 from .step import GivenOrder, StepFeed, functions_for, functions_of
 from .step_end import StepEnd, pairs_are_final
 from .table import StageTable, agree_on_stages, describe_stages
@@ -275,6 +277,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
                 "shared_parameters need sync_gradients=True: their gradients are summed by step"
             )
         first = next(iter(self._mine.values()))
+        check_size(first.num_stages, n_microbatches)
         self._recipe = Recipe(
             self.name or "",
             first.num_stages,
@@ -493,7 +496,7 @@ class PipelineSchedule(ScheduleViews, StepEnd, torch_schedules._PipelineSchedule
                         self._call_hooks(call_hooks, finalize)
                 if not train:
                     for stage in self._mine.values():
-                        stage.end_evaluation()
+                        stage.free_parameters()
         except Refused as refused:
             raise refused.error from refused.error.__cause__
         except BaseException as error:

@@ -33,9 +33,10 @@ from .compat import (
     lowers_by_itself,
     torch_order,
 )
+from .edge import check_kinds, group_of
 from .orders import build
 from .schedule import PipelineSchedule, ScheduleOptions, StepCall
-from .stage import PipelineStage, check_kinds, group_of
+from .stage import PipelineStage
 
 if TYPE_CHECKING:
     from ..tuning.choose import ScheduleAuto

@@ -112,7 +112,7 @@ class StepEnd:
                 if every:
                     divisor *= every / typical / (1 if scale.end is None else count)
                     self._typical = every / count
-                    stage.tell_added(typical / self._typical)
+                    stage.fixed.warn(typical / self._typical, f"rank {stage.rank}: stage {index}")
             stage.scale_grads(divisor)
         if train and self._wirings.shared is not None:
             self._wirings.shared.sum()

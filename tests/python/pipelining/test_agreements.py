@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 from meshcast.base import forks
 from meshcast.errors import LayoutError
 from meshcast.layout import Layout
-from meshcast.pipelining.inference import infer_outputs, stand_ins
+from meshcast.pipelining.inference import Probe, stand_ins
 from meshcast.pipelining.microbatch import cut
 from meshcast.pipelining.parallel import (
     Inferred,
@@ -24,6 +25,12 @@ from torch import nn
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.microbatch import _Replicate as Whole
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+
+def infer_outputs(
+    module: nn.Module, args: list, kwargs: dict, *, with_grad: bool, what: str, real: bool = False, **how: Any
+) -> Inferred:
+    return Probe(module, what, with_grad, real=real).outputs((args, kwargs), **how)
 
 
 def said(**fields: object) -> dict:
@@ -155,12 +162,13 @@ def test_gradients_of_whole_values_are_pending_sums_over_data_dimensions() -> No
 
 def test_mesh_dimensions_by_number_or_name() -> None:
     mesh = StageMesh(torch.arange(4).reshape(2, 2), 0, type("Mesh", (), {"mesh_dim_names": ("dp", "cp")}))
-    assert numbered_dims("x", ["cp", 0], mesh) == [0, 1]
-    assert numbered_dims("x", "cp", mesh) == [1]
-    assert numbered_dims("x", [], mesh) == []
+    assert numbered_dims("x", ["cp", 0], mesh, []) == [0, 1]
+    assert numbered_dims("x", "cp", mesh, []) == [1]
+    assert numbered_dims("x", [], mesh, [1]) == []
+    assert numbered_dims("x", None, mesh, [1]) == [1]
     for wrong in (2, -1, "tp"):
         with pytest.raises(LayoutError, match=r"x: expected mesh dimensions 0\.\.1 or .*'dp', 'cp'.*found"):
-            numbered_dims("x", [wrong], mesh)
+            numbered_dims("x", [wrong], mesh, [])
 
 
 CUTS = [(8, [2, 2, 2, 2]), (7, [2, 2, 2, 1]), (3, [1, 1, 1, 0]), (1, [1, 0, 0, 0])]

@@ -25,7 +25,7 @@ from meshcast.pipelining import (
 )
 from meshcast.pipelining.action import ScheduleError
 from meshcast.pipelining.gradients import shared_parameters_of
-from meshcast.pipelining.inference import infer_outputs
+from meshcast.pipelining.inference import Probe
 from meshcast.pipelining.microbatch import local_shard
 from meshcast.pipelining.parallel import (
     LocalValue,
@@ -320,7 +320,7 @@ class Counting(nn.Module):
 def test_inference_of_shapes_changes_nothing() -> None:
     module = Counting()
     mean, random_state = module.norm.running_mean.clone(), torch.get_rng_state()
-    outputs = infer_outputs(module, [torch.ones(3, 4)], {}, with_grad=True, what="stage 0")
+    outputs = Probe(module, "stage 0", True).outputs(([torch.ones(3, 4)], {}))
     assert outputs.outputs == [LocalValue((3, 4), torch.float32, True), LocalValue((3,), torch.int64, False)]
     assert torch.equal(module.norm.running_mean, mean)
     assert int(module.norm.num_batches_tracked) == 0
@@ -333,9 +333,9 @@ def test_a_module_that_needs_data_says_what_to_do() -> None:
             return x[: int(x.sum().item())]
 
     with pytest.raises(LayoutError, match="give output_args"):
-        infer_outputs(Greedy(), [torch.ones(3)], {}, with_grad=False, what="stage 0")
+        Probe(Greedy(), "stage 0", False).outputs(([torch.ones(3)], {}))
     with pytest.raises(LayoutError, match=r"must be tensors, found \['int'\]"):
-        infer_outputs(_Returns([3]), [torch.ones(3)], {}, with_grad=False, what="stage 0")
+        Probe(_Returns([3]), "stage 0", False).outputs(([torch.ones(3)], {}))
 
 
 class _Returns(nn.Module):
