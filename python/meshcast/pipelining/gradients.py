@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._utils import _take_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -47,6 +48,7 @@ __all__ = [
     "input_gradient",
     "kept_apart",
     "least_ratio",
+    "placed_gradient",
     "seeded",
     "shared_parameters_of",
     "sum_gradients",
@@ -390,16 +392,22 @@ def _reduce(
     if not trained or not groups:
         return
     _complete(trained, list(groups.values()))
-    by_kind: dict[tuple[tuple[int, ...], torch.dtype, torch.device], list[torch.Tensor]] = {}
+    by_dims: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for parameter in trained:
         if parameter.grad is None:
             continue
-        local, over = _local_gradient(parameter), dims_of(parameter)
+        parameter.grad = placed_gradient(parameter)
+        local, over = local_values(parameter.grad), dims_of(parameter)
         if over and local.numel():
-            by_kind.setdefault((over, local.dtype, local.device), []).append(local)
-    for (over, _, _), gradients in by_kind.items():
-        for bucket in _buckets(gradients):
-            _sum_bucket(bucket, [groups[dim] for dim in over])
+            by_dims.setdefault(over, []).append(local)
+    for over, gradients in by_dims.items():
+        for bucket in _take_tensors(gradients, _BUCKET_BYTES):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            for dim in over:
+                dist.all_reduce(flat, group=groups[dim])
+            parts = flat.split([gradient.numel() for gradient in bucket])
+            for gradient, part in zip(bucket, parts, strict=True):
+                gradient.copy_(part.view(gradient.shape))
 
 
 def _complete(parameters: Sequence[torch.nn.Parameter], groups: Sequence[dist.ProcessGroup]) -> None:
@@ -417,15 +425,14 @@ def _complete(parameters: Sequence[torch.nn.Parameter], groups: Sequence[dist.Pr
             parameter.grad = torch.zeros_like(parameter)
 
 
-def _local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    if not isinstance(gradient, DTensor):
+def placed_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The gradient of a parameter that has one, laid out as the parameter is: a pending sum inside its mesh
+    is carried out, by all ranks of that."""
+    gradient: Any = parameter.grad
+    placed: Any = parameter.data
+    if not isinstance(gradient, DTensor) or gradient.placements == placed.placements:
         return gradient
-    assert isinstance(parameter.data, DTensor)
-    if gradient.placements != parameter.data.placements:
-        gradient = parameter.grad = gradient.redistribute(placements=parameter.data.placements)
-    return gradient.to_local()
+    return gradient.redistribute(placements=placed.placements)
 
 
 def _not_spanned(parameter: torch.nn.Parameter, mesh: StageMesh, dims: tuple[int, ...]) -> tuple[int, ...]:
@@ -435,26 +442,6 @@ def _not_spanned(parameter: torch.nn.Parameter, mesh: StageMesh, dims: tuple[int
         return dims
     own = set(parameter.data.device_mesh.mesh.flatten().tolist())
     return tuple(dim for dim in dims if not own.issuperset(mesh.along([dim])))
-
-
-def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    buckets: list[list[torch.Tensor]] = [[]]
-    size = 0
-    for gradient in gradients:
-        if buckets[-1] and size + gradient.nbytes > _BUCKET_BYTES:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(gradient)
-        size += gradient.nbytes
-    return buckets
-
-
-def _sum_bucket(bucket: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGroup]) -> None:
-    flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-    for group in groups:
-        dist.all_reduce(flat, group=group)
-    for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
-        gradient.copy_(summed.view(gradient.shape))
 
 
 def seeded(

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..base.checks import typed_arguments
 from ..errors import Caller, LayoutError, MeshcastError
+from .gradients import placed_gradient
 from .parallel import local_values
 from .stage import PipelineStage
 
@@ -127,16 +128,6 @@ def _counts(parameter: torch.nn.Parameter, rank: int, leader: int, *, outside: b
     return all(at == 0 or not isinstance(p, Replicate) for at, p in zip(place[0], placements, strict=True))
 
 
-def _reduced(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The gradient laid out as the parameter is: pending sums are carried out."""
-    gradient: Any = parameter.grad
-    placed: Any = parameter.data
-    assert gradient is not None
-    if not isinstance(gradient, DTensor) or gradient.placements == placed.placements:
-        return gradient
-    return gradient.redistribute(placements=placed.placements)
-
-
 @typed_arguments()
 @torch.no_grad()
 def grad_norm(stages: PipelineStage | Sequence[PipelineStage], norm_type: float = 2.0) -> torch.Tensor:
@@ -237,7 +228,7 @@ def _norm(stages: Sequence[PipelineStage], norm_type: float) -> torch.Tensor:
         # Also without a gradient here: other ranks of that mesh may have one.
         into = inside if mesh is None else outside.setdefault(mesh, [])
         if parameter.grad is not None:
-            gradient = _reduced(parameter)  # by all ranks of its mesh, whoever counts the result
+            gradient = placed_gradient(parameter)  # by all ranks of its mesh, whoever counts the result
             if _counts(parameter, rank, leader, outside=mesh is not None):
                 into.append(local_values(gradient))
     total = order.measure(inside)

@@ -378,11 +378,7 @@ class Runtime:
         self, stage: PipelineStage, index: int, buffer: torch.Tensor, value: StageValue
     ) -> torch.Tensor:
         # Several inputs may have come as one tensor: each has its own gradient.
-        tensor = buffer.detach()
-        if stage.use_dtensor:
-            tensor = stage.wrap(tensor, stage.input_placements[index], value.shape)
-        elif value.sent is not None:
-            tensor = stage.as_before(tensor, value.sent)
+        tensor = stage.as_input(index, buffer.detach(), value.shape, value.sent)
         return tensor.requires_grad_(self._train and value.requires_grad)
 
     def _wait(self, receive: Action) -> list[list[torch.Tensor]]:

@@ -213,6 +213,7 @@ class PipelineStage(torch_stage.PipelineStage):
             self._examples = Examples(outputs, rows_of(self.input_examples or ())) if outputs else None
             device = stage_device(where, device, mesh)
             self.rank = dist.get_rank()
+            self._where = f"rank {self.rank}, stage {stage_index}"
             self.mesh = stage_mesh(stage_index, num_stages, group, mesh, self.rank)
             init_stage(
                 self,
@@ -284,16 +285,12 @@ class PipelineStage(torch_stage.PipelineStage):
 
     def learn_loss(self, loss_fn: Any) -> None:
         """A loss function may be a module with parameters, some of them those of the stage."""
-        given = list(loss_fn.parameters()) if isinstance(loss_fn, torch.nn.Module) else []
-        own = {id(each) for each in self.submod.parameters()} if given else set()
+        given = loss_fn.parameters() if isinstance(loss_fn, torch.nn.Module) else ()
+        own = {id(each) for each in self.submod.parameters()} if given else ()
         self.loss_parameters = [each for each in given if id(each) not in own]
 
     def __repr__(self) -> str:
         return f"<PipelineStage {self.stage_index} of {self.num_stages}, a {type(self.submod).__name__}>"
-
-    @property
-    def _where(self) -> str:
-        return f"rank {self.rank}, stage {self.stage_index}"
 
     @property
     def alone(self) -> bool:
@@ -320,10 +317,16 @@ class PipelineStage(torch_stage.PipelineStage):
         """The DTensor on the stage's mesh that a local shard belongs to."""
         return as_dtensor(local, self.mesh.device_mesh, placements, shape)
 
-    def as_before(self, local: torch.Tensor, sent: SentDTensor) -> torch.Tensor:
-        """The DTensor that the stage before returned, of its local part."""
-        mesh = mesh_of(self, sent.names, sent.layout)
-        return as_dtensor(local, mesh, sent.placements, sent.shape)
+    def as_input(
+        self, index: int, local: torch.Tensor, shape: Sequence[int], sent: SentDTensor | None
+    ) -> torch.Tensor:
+        """The value that the module gets for an input's local shard: a DTensor where it takes those, or where
+        the stage before returned one."""
+        if self.use_dtensor:
+            return self.wrap(local, self.input_placements[index], shape)
+        if sent is None:
+            return local
+        return as_dtensor(local, mesh_of(self, sent.names, sent.layout), sent.placements, sent.shape)
 
     def register_forward_context(self, context_factory: _MakeContext) -> RemovableHandle:
         """Registers a context for forwards, as in torch 2.15, under every release: ``context_factory(info)``
@@ -527,11 +530,10 @@ class PipelineStage(torch_stage.PipelineStage):
     def check_arguments(self, count: int | None, names: Collection[str]) -> None:
         """`check_call` of the module, once for each kind of call."""
         call = count, tuple(sorted(names))
-        if call in self._calls_known:
-            return
-        with Caller("pipeline", self.rank):
-            check_call(self.submod, count, names, f"stage {self.stage_index}")
-        self._calls_known.add(call)
+        if call not in self._calls_known:
+            with Caller("pipeline", self.rank):
+                check_call(self.submod, count, names, f"stage {self.stage_index}")
+            self._calls_known.add(call)
 
     def loss_taken(self, microbatch: int) -> None:
         """The last stage goes backward from its loss, which is part of the forward."""

@@ -565,10 +565,7 @@ def _examples(stage: StageFacts, inputs: Mapping[int, StageValue]) -> list[torch
         local = torch.empty(
             value.layout.local_shapes(value.shape)[stage.rank], dtype=value.dtype, device=stage.device
         )
-        if stage.use_dtensor:
-            local = stage.wrap(local, stage.input_placements[index], value.shape)
-        elif value.sent is not None:
-            local = stage.as_before(local, value.sent)
+        local = stage.as_input(index, local, value.shape, value.sent)
         examples.append(local.requires_grad_(value.requires_grad))
     return examples
 
