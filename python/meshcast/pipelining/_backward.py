@@ -5,7 +5,7 @@ Nodes of the graph are of two kinds: those on a way to an input, and those that 
 first part runs autograd towards the inputs alone; the engine asks each node only for the gradients that are
 on the way, so no weight gradient is computed, and the gradients that reach boundary nodes are kept. Then the
 edges between the boundary nodes are cut, so that each is a graph of its own, and what the nodes between them
-have saved is let go of. The second part runs all boundary nodes once more, towards their parameters, from
+have saved is released. The second part runs all boundary nodes once more, towards their parameters, from
 what was kept. Each kernel thus sees the same operands as in the whole backward, and each parameter adds up
 the same terms in the same order: gradients are equal to the last bit.
 
@@ -205,7 +205,7 @@ def children_first(roots: Iterable[Node]) -> _Graph:
 
 
 def _own_functions(roots: Iterable[torch.Tensor]) -> tuple[str, ...]:
-    """Names of the custom functions behind the roots, but for torch's and meshcast's own."""
+    """Names of the custom functions behind the roots, except torch's and meshcast's own."""
     kinds: Any = {type(node) for node in children_first(root.grad_fn for root in roots if root.grad_fn)}
     written = {kind._forward_cls for kind in kinds if hasattr(kind, "_forward_cls")}
     return tuple(

@@ -207,7 +207,7 @@ def init_stage(stage: Any, *args: Any, num_stages: int, mesh: DeviceMesh | None,
 
 
 def mesh_layout(mesh: DeviceMesh) -> tuple[Any, ...] | None:
-    """Shapes and strides, what torch tells meshes of one set of ranks apart by; None before 2.12."""
+    """Shapes and strides, by which torch distinguishes meshes of one set of ranks; None before 2.12."""
     layout: Any = getattr(mesh, "_layout", None)
     if layout is None:
         return None

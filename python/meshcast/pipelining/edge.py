@@ -125,7 +125,7 @@ _MOST_MESH_DIMS = 5  # of a Layout
 
 @dataclass(slots=True)
 class Delivery:
-    """One output of a stage on its way to inputs of one or several stages.
+    """One output of a stage that goes to inputs of one or several stages.
 
     inputs: by consumer stage; several of one stage if it uses the value several times.
     """
@@ -217,7 +217,7 @@ def _join(together: Layout, layout: Layout, members: int) -> Layout | None:
     """The layout of `members` stages and one more, if there is one."""
     if _is_whole(together) and _is_whole(layout):
         return Layout([*together.ranks, *layout.ranks], [Replicate()])
-    # Alike: a leading dimension over the stages, on which nothing is cut.
+    # The same mesh shape: a leading dimension over the stages, on which nothing is cut.
     shape, placements = layout.mesh_shape, layout.placements
     own = (shape, placements) if members == 1 else ((members, *shape), (Replicate(), *placements))
     if (together.mesh_shape, together.placements) != own or len(shape) == _MOST_MESH_DIMS:

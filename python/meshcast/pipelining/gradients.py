@@ -1,11 +1,11 @@
 """The gradients of a stage's parameters: its data-parallel wrappers, DistributedDataParallel and FSDP2, the
 scale of gradients in a step, and their sums over ranks.
 
-Two uses of the wrappers are told apart by the ranks that they reduce gradients over.
+The ranks that a wrapper reduces gradients over show which of two uses it has.
 
 - The ranks that the stage splits its samples over (``mesh=``). The pipeline scales each rank's loss by its
   share of the samples and *sums* gradients, once per step. Both wrappers would average, and after every
-  backward: DDP is looked through (the pipeline does its work), FSDP2 is told to sum, and to reduce in the
+  backward: DDP is bypassed (the pipeline does its work), FSDP2 is set to sum, and to reduce in the
   last backward of a step only.
 - Ranks of other pipelines, one for each data-parallel *column*, as in torch (``group=``): gradients are the
   mean over the columns. FSDP2 takes it in the last backward, the pipeline for DDP when the step ends.
@@ -13,7 +13,7 @@ Two uses of the wrappers are told apart by the ranks that they reduce gradients 
 A step's gradients are those of the sum, over ranks r and micro-batches m, of s(r, m) L(r, m): the mean loss
 of a rank, times its share. What the modules of a stage add to gradients by themselves (the auxiliary losses
 of routers) is one more term of L(r, m), with the same share, so a backward has to run in units of the rank's
-own L(r, m), not in those of the step. `GradientScale` says by what to multiply, and where.
+own L(r, m), not in those of the step. `GradientScale` has the factors, and where they apply.
 
 The gradient of the global mean is the *sum* over ranks, not the average: with averages, stages of different
 data-parallel degree would scale the gradients that cross between them by the ratio of their degrees.
@@ -56,7 +56,7 @@ __all__ = [
 
 
 class Wrappers:
-    """The data-parallel wrappers of a stage's module, DistributedDataParallel and FSDP2. FSDP2 is told to sum
+    """The data-parallel wrappers of a stage's module, DistributedDataParallel and FSDP2. FSDP2 is set to sum
     where it reduces inside the stage, and which backward of a step is the last.
 
     Args:

@@ -59,7 +59,7 @@ class Examples:
         for value in self.values:
             if not self.rows or rows is None or value.dim() == 0 or value.shape[0] % self.rows:
                 raise LayoutError(
-                    f"{what}: output_args is of {self.rows} samples, which does not tell the shapes of "
+                    f"{what}: output_args is of {self.rows} samples, which does not determine the shapes of "
                     f"{rows}: dimension 0 of {tuple(value.shape)} is no multiple"
                 )
             size = value.shape[0] // self.rows * rows
@@ -185,7 +185,7 @@ class Probe:
         Raises LayoutError if it communicates with others than the peers: the fake sample would be taken for
         one of the batch.
         """
-        # A collective on fakes reaches nobody; a real one would, and is stopped.
+        # A collective on fakes reaches no other rank; a real one would, and is stopped.
         attempts: list[tuple[Callable[[Given], Any], bool]] = []
         if self._can_be_faked(exactly=False):
             attempts.append((self._on_fakes, False))
@@ -411,8 +411,8 @@ def _trains(module: torch.nn.Module, args: Sequence[Any]) -> bool:
 
 
 class Collectives(TorchDispatchMode):
-    """Looks for collectives over other ranks than `peers`, but for those of FSDP2, which are of parameters.
-    stops: raises where one begins. A call of meshcast counts as well, whatever its ranks."""
+    """Looks for collectives over other ranks than `peers`, except those of FSDP2, which are of
+    parameters. stops: raises where one begins. A call of meshcast counts too, whatever its ranks."""
 
     supports_higher_order_operators = True
 
@@ -463,7 +463,7 @@ def buffers_kept(module: torch.nn.Module) -> Iterator[None]:
 
 def without_stand_in(output: Any, way: Way) -> Any:
     """The outputs of a module that ran on `stand_ins`, as of no samples, still joined to what made them."""
-    if way.outputs is None:  # of the last stage nobody knows the shapes: the fake sample is the first row
+    if way.outputs is None:  # the shapes of the last stage are unknown: the fake sample is the first row
         return tree_map_only(
             torch.Tensor, lambda value: value[:0] if value.dim() and value.shape[0] == 1 else value, output
         )

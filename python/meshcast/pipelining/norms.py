@@ -404,12 +404,12 @@ def _scale_and_check(
 
     On local tensors: for DTensors torch would all-reduce what it finds over their mesh, each time.
     """
-    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
         local = local_values(gradient)
         values = local._values() if local.is_sparse else local
-        alike.setdefault((values.device, values.dtype), []).append(values)
-    for (device, _), group in alike.items():
+        by_kind.setdefault((values.device, values.dtype), []).append(values)
+    for (device, _), group in by_kind.items():
         here = torch.zeros_like(found, device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(group, here, factor.to(device))
         found = torch.maximum(found, here.to(found.device))

@@ -60,10 +60,6 @@ class StageMesh:
         self.shape = tuple(ranks.shape)
         self.ranks = [int(value) for value in ranks.flatten()]
         self.device_mesh = device_mesh
-        if rank not in self.ranks:
-            raise LayoutError(
-                f"rank {rank} makes a stage on a mesh of ranks {self.ranks}, which it is not in", rank=rank
-            )
         self.coordinate = tuple(int(value) for value in (ranks == rank).nonzero()[0])
         self._nested = ranks.tolist()
 
@@ -100,6 +96,11 @@ def stage_mesh(
 ) -> StageMesh:
     """The user's mesh, or without one the rank of the group that has the stage."""
     if mesh is not None:
+        if rank not in mesh.mesh:
+            raise LayoutError(
+                f"stage {stage_index}: mesh= has ranks {mesh.mesh.tolist()}, and not this one: make the "
+                "stage on its own ranks only"
+            )
         return StageMesh(mesh.mesh, rank, mesh)
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     if len(ranks) > num_stages:
@@ -268,10 +269,10 @@ DataUse = Literal["if needed", "alone", "always"]
 class Inferred:
     """The way this rank runs its module on micro-batches of some shape, and what comes out.
 
-    outputs: None where the rank has no samples and only those that have some can tell.
+    outputs: None where the rank has no samples, and ranks with samples determine them.
     stand_in: the rank has no samples, and the module cannot run without: it runs on a fake one.
     copies: the module writes on its inputs in place, so it gets copies.
-    needs_data: fake tensors did not tell, and the module has to be run on others by all ranks of its stage.
+    needs_data: fake tensors were not enough: all ranks of the stage have to run the module on values.
     """
 
     outputs: list[LocalValue] | None
@@ -351,8 +352,8 @@ def with_empty(
             found[rank] = known[rank]
             continue
         place = (ranks == rank).nonzero()[0].tolist()
-        alike = ranks[tuple(slice(None) if dim in data_dims else at for dim, at in enumerate(place))]
-        like = next((int(each) for each in alike.flatten() if int(each) in known), next(iter(known)))
+        others = ranks[tuple(slice(None) if dim in data_dims else at for dim, at in enumerate(place))]
+        like = next((int(each) for each in others.flatten() if int(each) in known), next(iter(known)))
         found[rank] = [0, *known[like][1:]] if by_samples else known[like]
     return found
 

@@ -66,7 +66,8 @@ def random_state(seed: tuple[int, int], stage: PipelineStage, microbatch: int) -
         generators.append(torch.cuda.default_generators[stage.device.index])
     before = [generator.get_state() for generator in generators]
     for generator in generators:
-        generator.manual_seed(microbatch_seed(*seed, stage.stage_index, microbatch, stage.batch_part))
+        part = stage.mesh.part(stage.data_dims)
+        generator.manual_seed(microbatch_seed(*seed, stage.stage_index, microbatch, part))
     try:
         yield
     finally:

@@ -94,7 +94,7 @@ _MakeContext = Callable[[PipelineStageInfo], AbstractContextManager[None]]
 
 @dataclass(slots=True)
 class _Forward:
-    """The state that a forward leaves for the backward of its micro-batch, beside ``fwd_cache``.
+    """The state that a forward leaves for the backward of its micro-batch, in addition to ``fwd_cache``.
 
     hooks: the number of hooks that there were before it. hooked: it made some. trained: the arguments of the
     step, which are no parameters of the module, that get gradients.
@@ -128,7 +128,7 @@ class PipelineStage(torch_stage.PipelineStage):
         group: the ranks of the whole pipeline, all stages together; default: the default group.
         dw_builder: as in torch: called behind the backward of a micro-batch, it returns the function that
             computes the gradients of the weights. Without it a backward is split without help of the module.
-        get_mesh: as in torch: the mesh, on ranks of this pipeline and of others beside it, of DTensors that
+        get_mesh: as in torch: the mesh, on ranks of this pipeline and of parallel ones, of DTensors that
             the stage before this one returns. Each rank gets the part of its own pipeline.
         mesh: the ranks of this stage, any shape. None: one rank, as in torch: number ``stage_index`` of
             ``group``, or the calling rank where the group has fewer ranks than there are stages. Stages that
@@ -151,8 +151,7 @@ class PipelineStage(torch_stage.PipelineStage):
             parameter (tied embeddings): each has a copy, equal at the start, and after a step each copy gets
             the sum of the gradients of all.
         strategy, topology: of the transfers between stages, as `meshcast.plan` takes them; the same on every
-            rank. Without a topology rates are assumed. How long a transfer may take says ``timeout`` of the
-            schedule.
+            rank. Without a topology rates are assumed. The schedule's ``timeout`` limits each transfer.
 
     Raises:
         LayoutError: naming the argument that is wrong.
@@ -244,12 +243,12 @@ class PipelineStage(torch_stage.PipelineStage):
             by_default = split_dims(self.input_placements)
             self.data_dims = numbered_dims(f"{where}, data_dims", data_dims, self.mesh, by_default)
             self.loss_dims = numbered_dims(f"{where}, loss_dims", loss_dims, self.mesh, self.data_dims)
-            # A DTensor says by its own placements what is still to be summed.
+            # The placements of a DTensor show what is still to be summed.
             self.summed_dims = [] if use_dtensor else self.data_dims
             self.learn_wrappers()
             self._shared_names = dict(shared_parameters or {})
             shared_parameters_of(stage_index, self._shared_names, self.submod)  # checks them
-        # The stages of each shared parameter, ascending; the schedule tells once the ranks agreed.
+        # The stages of each shared parameter, ascending; the schedule sets it once the ranks agreed.
         self.sharing: Mapping[str, Sequence[int]] | None = None
         self.reduced_elsewhere: set[int] = set()  # ids of parameters that an earlier stage here has too
         self._forward_contexts: OrderedDict[int, _MakeContext] = OrderedDict()
@@ -265,7 +264,7 @@ class PipelineStage(torch_stage.PipelineStage):
         self._late: dict[int, SplitBackward] = {}  # those whose weight gradients are to come
         self._stood_in = False  # whether a micro-batch of this step ran on stand_ins
         self._watched: int | None = None  # the micro-batch of this step in which the module is looked at
-        # Learnt while the module runs. Inside what is compiled nobody sees what it exchanges.
+        # Learnt while the module runs. What compiled code exchanges cannot be seen.
         self._together = any(  # whether it exchanges values with ranks that have other samples
             hasattr(each, "_orig_mod") or each._compiled_call_impl is not None
             for each in self.submod.modules()
@@ -301,11 +300,6 @@ class PipelineStage(torch_stage.PipelineStage):
     def batch_parts(self) -> int:
         """The number of parts into which the samples of a micro-batch are split: the data-parallel degree."""
         return self.mesh.parts(self.data_dims)
-
-    @property
-    def batch_part(self) -> int:
-        """The index of the part that this rank has, from 0 to ``batch_parts`` - 1."""
-        return self.mesh.part(self.data_dims)
 
     def output_layout(self, index: int, local: LocalValue) -> Placements:
         """Placements of output `index`: those given, else those of the DTensor, else the default."""
@@ -412,7 +406,7 @@ class PipelineStage(torch_stage.PipelineStage):
 
         def look() -> Inferred:
             if self.is_last:
-                # Where nobody said it, its outputs show which samples or tokens the loss is taken of.
+                # Without loss_dims=, its outputs show which samples or tokens the loss is taken of.
                 open_dims = [] if self.loss_dims_given else self.mesh.dims_but(self.loss_dims)
                 return probe.last(given, outputs=any(self.mesh.shape[dim] > 1 for dim in open_dims))
             return probe.with_examples(given, self._examples, data, everywhere_empty=empty, again=again)
@@ -453,8 +447,8 @@ class PipelineStage(torch_stage.PipelineStage):
         return microbatch in self._arrived
 
     def receive_gradients(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """One for each output, which a backward will take: local shards laid out as `gradient_placements`
-        says; None where no gradient comes back."""
+        """One for each output, which a backward will take: local shards laid out by
+        `gradient_placements`; None where no gradient comes back."""
         self._gradients[microbatch] = gradients
 
     def has_gradients(self, microbatch: int) -> bool:
