@@ -37,7 +37,7 @@ __all__ = [
     "as_dtensor",
     "as_tuple",
     "current",
-    "data_dims",
+    "split_dims",
     "global_shape",
     "gradient_placements",
     "local_values",
@@ -148,7 +148,7 @@ class ValuePlacements:
         return self._each[index]
 
 
-def data_dims(placements: ValuePlacements) -> list[int]:
+def split_dims(placements: ValuePlacements) -> list[int]:
     """The mesh dimensions over which the samples of an input are split: data parallelism."""
     found = {
         dim for each in placements.listed() for dim, placement in enumerate(each) if placement == Shard(0)

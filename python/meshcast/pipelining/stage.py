@@ -70,11 +70,9 @@ from .parallel import (
     local_values,
     numbered_dims,
     rows_of,
+    split_dims,
     stage_device,
     stage_mesh,
-)
-from .parallel import (
-    data_dims as split_dims,
 )
 
 __all__ = [
@@ -252,7 +250,7 @@ class PipelineStage(torch_stage.PipelineStage):
         self.sharing: Mapping[str, Sequence[int]] | None = None
         self.reduced_elsewhere: set[int] = set()  # ids of parameters that an earlier stage here has too
         self._forward_contexts: OrderedDict[int, _MakeContext] = OrderedDict()
-        # Of a step, given before it.
+        # Given before each step.
         self.ways: Sequence[Way] = ()  # of each micro-batch
         self.scale = GradientScale()
         self.seed_of: Callable[[int, Fraction], float] = lambda _number, _ratio: 1.0

@@ -31,9 +31,9 @@ from meshcast.pipelining.parallel import (
     LocalValue,
     StageMesh,
     ValuePlacements,
-    data_dims,
     global_shape,
     gradient_placements,
+    split_dims,
 )
 from meshcast.pipelining.schedule import ScheduleOptions
 from meshcast.pipelining.wiring import decode_value, encode_value
@@ -257,9 +257,9 @@ def test_local_shards_on_two_dimensions() -> None:
 
 def test_batch_dimensions_are_those_that_split_samples() -> None:
     mesh = StageMesh(torch.arange(4).reshape(2, 2), 0)
-    assert data_dims(ValuePlacements("in", None, mesh)) == [0]
-    assert data_dims(ValuePlacements("in", [Replicate(), Shard(1)], mesh)) == []
-    assert data_dims(ValuePlacements("in", [[Replicate(), Shard(0)], [Shard(0), Replicate()]], mesh)) == [
+    assert split_dims(ValuePlacements("in", None, mesh)) == [0]
+    assert split_dims(ValuePlacements("in", [Replicate(), Shard(1)], mesh)) == []
+    assert split_dims(ValuePlacements("in", [[Replicate(), Shard(0)], [Shard(0), Replicate()]], mesh)) == [
         0,
         1,
     ]
