@@ -1,5 +1,5 @@
 """Edges: which output of which stage is which input of which later stage; and what modules here know of a
-stage (`StageFacts`), which lies above them.
+stage (`RankStage`), which lies above them.
 
 The values that travel together: every output of a stage to all stages that use it, once.
 
@@ -11,7 +11,7 @@ so that all come to the same edges in the same order.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -28,13 +28,14 @@ from ..planning.plan import Problem
 from ..topology import Topology
 from ..transfers.transfer import DEFAULT_OPTIONS, PersistentTransfer, PlanOptions, new_transfer
 from .action import Link
-from .parallel import DataUse, Inferred, LocalValue, Placements, SentDTensor, StageMesh, ValuePlacements
+from .data_parallel import GradientScale
+from .parallel import DataUse, Inferred, LocalValue, Placements, SentDTensor, StageMesh, ValuePlacements, Way
 
 __all__ = [
     "Bundle",
     "Delivery",
     "Edge",
-    "StageFacts",
+    "RankStage",
     "bundles",
     "check_kinds",
     "checked",
@@ -236,50 +237,55 @@ def _is_whole(layout: Layout) -> bool:
     ) and not any(isinstance(placement, Partial) for placement in layout.placements)
 
 
-class StageFacts(Protocol):
-    """The facts of a `PipelineStage` that its values and edges depend on, which modules below it see."""
+class RankStage(Protocol):
+    """The interface of a `PipelineStage` to the modules that join it with others and run it."""
 
     stage_index: int
     num_stages: int
     rank: int
     device: torch.device
     group: dist.ProcessGroup | None
-    submod: torch.nn.Module
     mesh: StageMesh
+    submod: torch.nn.Module
+    edges: tuple[Edge, ...] | None
     input_placements: ValuePlacements
-    output_placements: ValuePlacements
     input_examples: tuple[torch.Tensor, ...] | None
     data_dims: list[int]
     loss_dims: list[int]
+    summed_dims: list[int]
     data_dims_given: bool
     loss_dims_given: bool
-    summed_dims: list[int]
     use_dtensor: bool
-    edges: tuple[Edge, ...] | None
     strategy: str
     topology: Topology | None
+    scale: GradientScale
+    ways: Sequence[Way]
     sharing: Mapping[str, Sequence[int]] | None
     reduced_elsewhere: set[int]
+    fwd_cache: dict[int, Any]
+    bwd_cache: dict[int, Any]
+    output_chunks: list[Any]
 
     @property
     def is_first(self) -> bool: ...
-
     @property
     def is_last(self) -> bool: ...
-
     @property
     def alone(self) -> bool: ...
-
+    @property
+    def accumulates(self) -> bool: ...
+    @property
+    def reduces(self) -> bool: ...
+    @property
+    def joins_pipelines(self) -> bool: ...
     @property
     def batch_parts(self) -> int: ...
-
     @property
-    def shared(self) -> dict[str, torch.nn.Parameter]: ...
+    def batch_part(self) -> int: ...
+    @property
+    def shared(self) -> Mapping[str, torch.nn.Parameter]: ...
 
     def learn_wrappers(self) -> None: ...
-
-    def output_layout(self, index: int, local: LocalValue) -> Placements: ...
-
     def infer(
         self,
         args: Sequence[Any],
@@ -289,10 +295,27 @@ class StageFacts(Protocol):
         data: DataUse,
         again: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
     ) -> Inferred: ...
-
-    def as_input(
-        self, index: int, local: torch.Tensor, shape: Sequence[int], sent: SentDTensor | None
-    ) -> torch.Tensor: ...
+    def output_layout(self, index: int, local: LocalValue) -> Placements: ...
+    def wrap(self, local: torch.Tensor, placements: Placements, shape: Sequence[int]) -> torch.Tensor: ...
+    def as_before(self, local: torch.Tensor, sent: SentDTensor) -> torch.Tensor: ...
+    def check_arguments(self, count: int | None, names: Collection[str]) -> None: ...
+    def over_columns(self, *values: float) -> torch.Tensor: ...
+    def own_parameters(self) -> list[torch.nn.Parameter]: ...
+    def free_parameters(self) -> None: ...
+    def drop_stand_ins(self) -> None: ...
+    def reduce_gradients(self) -> None: ...
+    def scale_grads(self, grad_scale_factor: Any) -> None: ...
+    def tell_added(self, factor: float) -> None: ...
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any: ...
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True) -> None: ...
+    def backward_weight_one_chunk(self, bwd_chunk_id: int) -> None: ...
+    def receive(self, microbatch: int, inputs: list[Any]) -> None: ...
+    def has_inputs(self, microbatch: int) -> bool: ...
+    def receive_gradients(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None: ...
+    def has_gradients(self, microbatch: int) -> bool: ...
+    def clear_runtime_states(self) -> None: ...
 
 
 def make_transfer(
@@ -314,7 +337,7 @@ def make_transfer(
     return transfer
 
 
-S = TypeVar("S", bound=StageFacts)
+S = TypeVar("S", bound=RankStage)
 
 
 def group_of(stages: object) -> Any:
@@ -366,10 +389,10 @@ def checked(stages: Sequence[S], microbatches: int) -> dict[int, S]:
     return dict(sorted(by_index.items()))
 
 
-def reduce_once(stages: Iterable[StageFacts]) -> None:
+def reduce_once(stages: Iterable[RankStage]) -> None:
     """A parameter that several stages of this rank hold is left to the first. Raises LayoutError where they
     would reduce its gradient over different ranks."""
-    owners: dict[int, StageFacts] = {}
+    owners: dict[int, RankStage] = {}
     for stage in stages:
         stage.reduced_elsewhere.clear()
         for name, parameter in stage.submod.named_parameters():

@@ -24,7 +24,7 @@ from ..base import forks
 from ..base.observe import calls_begun
 from ..errors import LayoutError
 from .compat import mesh_layout
-from .gradients import fsdp_groups, fsdp_parts
+from .data_parallel import fsdp_groups, fsdp_parts
 from .parallel import DataUse, Inferred, LocalValue, SentDTensor, Way, as_tuple, rows_of
 
 __all__ = [

@@ -13,8 +13,8 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.utils._pytree import tree_flatten
 
 from meshcast.errors import LayoutError
-from meshcast.pipelining.edge import StageFacts
-from meshcast.pipelining.gradients import GradientScale
+from meshcast.pipelining.data_parallel import GradientScale
+from meshcast.pipelining.edge import RankStage
 from meshcast.pipelining.parallel import local_values
 
 __all__ = ["Sharding", "StepLoss", "microbatch_weights", "part_of"]
@@ -30,7 +30,7 @@ def microbatch_weights(samples: Sequence[int], alike: bool, scale: bool) -> list
     return [Fraction(each, max(1, sum(counts)) if scale else 1) for each in counts]
 
 
-def part_of(stage: StageFacts, dims: Sequence[int], inputs: Sequence[Sharding]) -> Fraction:
+def part_of(stage: RankStage, dims: Sequence[int], inputs: Sequence[Sharding]) -> Fraction:
     """This rank's part of a micro-batch's samples and tokens, by how inputs are cut over these dimensions of
     the stage's mesh."""
     open_dims = {dim for dim in dims if stage.mesh.shape[dim] > 1}
@@ -68,7 +68,7 @@ class StepLoss:
 
     def __init__(
         self,
-        stage: StageFacts,
+        stage: RankStage,
         microbatches: int,
         loss_fn: Callable[..., Any] | None,
         targets: Sequence[Any] | None,

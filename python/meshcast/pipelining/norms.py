@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..base.checks import typed_arguments
 from ..errors import Caller, LayoutError, MeshcastError
-from .gradients import placed_gradient
+from .data_parallel import placed_gradient
 from .parallel import local_values
 from .stage import PipelineStage
 

@@ -66,8 +66,7 @@ def random_state(seed: tuple[int, int], stage: PipelineStage, microbatch: int) -
         generators.append(torch.cuda.default_generators[stage.device.index])
     before = [generator.get_state() for generator in generators]
     for generator in generators:
-        part = stage.mesh.part(stage.data_dims)
-        generator.manual_seed(microbatch_seed(*seed, stage.stage_index, microbatch, part))
+        generator.manual_seed(microbatch_seed(*seed, stage.stage_index, microbatch, stage.batch_part))
     try:
         yield
     finally:
@@ -379,7 +378,11 @@ class Runtime:
         self, stage: PipelineStage, index: int, buffer: torch.Tensor, value: StageValue
     ) -> torch.Tensor:
         # Several inputs may have come as one tensor: each has its own gradient.
-        tensor = stage.as_input(index, buffer.detach(), value.shape, value.sent)
+        tensor = buffer.detach()
+        if stage.use_dtensor:
+            tensor = stage.wrap(tensor, stage.input_placements[index], value.shape)
+        elif value.sent is not None:
+            tensor = stage.as_before(tensor, value.sent)
         return tensor.requires_grad_(self._train and value.requires_grad)
 
     def _wait(self, receive: Action) -> list[list[torch.Tensor]]:

@@ -21,8 +21,8 @@ from ..topology import Topology
 from .action import Action, Actions, Link
 from .board import PipelineBoard, Refused
 from .compat import FSDP_DEFAULTS, Gathering, scales_without_loss
+from .data_parallel import hooks_at_the_end
 from .edge import checked, links_of, reduce_once
-from .gradients import hooks_at_the_end
 from .microbatch import Pieces
 from .orders import check_size
 from .parallel import current

@@ -35,8 +35,7 @@ from ._backward import FixedScale, SplitBackward, hooks_made
 from ._utils import names_of_torch
 from .board import refusals_told
 from .compat import PipelineStageInfo, init_stage, mesh_of
-from .edge import Edge, check_edges, traced_edges
-from .gradients import (
+from .data_parallel import (
     GradientScale,
     Wrappers,
     average_gradients,
@@ -47,6 +46,7 @@ from .gradients import (
     shared_parameters_of,
     sum_gradients,
 )
+from .edge import Edge, check_edges, traced_edges
 from .inference import (
     Collectives,
     Examples,
@@ -267,7 +267,7 @@ class PipelineStage(torch_stage.PipelineStage):
             hasattr(each, "_orig_mod") or each._compiled_call_impl is not None
             for each in self.submod.modules()
         )
-        self.fixed = FixedScale()
+        self._fixed = FixedScale()
         self.is_whole = False  # its backward cannot be split, of which the user was warned
 
     def learn_wrappers(self) -> None:
@@ -299,6 +299,11 @@ class PipelineStage(torch_stage.PipelineStage):
         """The number of parts into which the samples of a micro-batch are split: the data-parallel degree."""
         return self.mesh.parts(self.data_dims)
 
+    @property
+    def batch_part(self) -> int:
+        """The number of the part that this rank has, from 0."""
+        return self.mesh.part(self.data_dims)
+
     def output_layout(self, index: int, local: LocalValue) -> Placements:
         """Placements of output `index`: those given, else those of the DTensor, else the default."""
         if local.placements is None or self.output_placements.given or self.alone:
@@ -309,15 +314,8 @@ class PipelineStage(torch_stage.PipelineStage):
         """The DTensor on the stage's mesh that a local shard belongs to."""
         return as_dtensor(local, self.mesh.device_mesh, placements, shape)
 
-    def as_input(
-        self, index: int, local: torch.Tensor, shape: Sequence[int], sent: SentDTensor | None
-    ) -> torch.Tensor:
-        """The value that the module gets for an input's local shard: a DTensor where it takes those, or where
-        the stage before returned one."""
-        if self.use_dtensor:
-            return self.wrap(local, self.input_placements[index], shape)
-        if sent is None:
-            return local
+    def as_before(self, local: torch.Tensor, sent: SentDTensor) -> torch.Tensor:
+        """The DTensor that the previous stage returned, of its local part."""
         return as_dtensor(local, mesh_of(self, sent.names, sent.layout), sent.placements, sent.shape)
 
     def register_forward_context(self, context_factory: _MakeContext) -> RemovableHandle:
@@ -558,7 +556,7 @@ class PipelineStage(torch_stage.PipelineStage):
             roots, seeds = seeded(outputs, gradients, ratio, self._copies)
         others = [*forward.trained, *self.loss_parameters]
         if roots:
-            self.fixed.learn(roots, others)
+            self._fixed.learn(roots, others)
         scaled = partial(self.scale.applied, ratio, self.submod, others)
         splits = not full_backward and not self.accumulates
         if not full_backward:
@@ -622,6 +620,10 @@ class PipelineStage(torch_stage.PipelineStage):
             return None
         self._watched = microbatch
         return Collectives(self.mesh.along(self.mesh.dims_but(self.data_dims)), stops=False)
+
+    def tell_added(self, factor: float) -> None:
+        """`FixedScale.warn`, at the end of a step."""
+        self._fixed.warn(factor, f"rank {self.rank}: stage {self.stage_index}")
 
     def _warn_whole(self, reason: str) -> None:
         """Warns, once, that the backward is not split."""

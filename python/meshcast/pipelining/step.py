@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from ..errors import LayoutError
 from .action import Action, ActionKind, Actions
 from .compat import Gathering, actions_of, fused_pairs, parts_of, torch_action, with_gathering
-from .gradients import GradientScale
+from .data_parallel import GradientScale
 from .loss import Sharding, StepLoss, microbatch_weights, part_of
 from .microbatch import (
     Leaf,

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from meshcast.errors import LayoutError
 from meshcast.pipelining.board import PipelineBoard
-from meshcast.pipelining.gradients import kept_apart
+from meshcast.pipelining.data_parallel import kept_apart
 from meshcast.pipelining.stage import PipelineStage
 from meshcast.pipelining.step import GivenOrder, StepFeed, functions_of
 from meshcast.pipelining.table import StageTable
@@ -112,7 +112,7 @@ class StepEnd:
                 if every:
                     divisor *= every / typical / (1 if scale.end is None else count)
                     self._typical = every / count
-                    stage.fixed.warn(typical / self._typical, f"rank {stage.rank}: stage {index}")
+                    stage.tell_added(typical / self._typical)
             stage.scale_grads(divisor)
         if train and self._wirings.shared is not None:
             self._wirings.shared.sum()

@@ -19,7 +19,7 @@ from ..layout import Layout
 from ..planning.plan import Problem
 from ..transfers.transfer import PersistentTransfer
 from .board import PipelineBoard
-from .edge import Edge, StageFacts, make_transfer
+from .edge import Edge, RankStage, make_transfer
 
 __all__ = ["SharedGradients", "StageTable", "agree_on_stages", "describe_stages"]
 
@@ -56,7 +56,7 @@ class StageTable:
 
 
 def describe_stages(
-    stages: Sequence[StageFacts], schedule: str, microbatches: int, trains: bool
+    stages: Sequence[RankStage], schedule: str, microbatches: int, trains: bool
 ) -> dict[str, Any]:
     """The description that a rank publishes of itself. Everything but `trains` must be the same on all ranks
     of a stage."""
@@ -176,7 +176,7 @@ class _Shared:
     has some to the others."""
 
     key: str
-    stages: list[StageFacts]
+    stages: list[RankStage]
     own_row: int
     transfers: dict[int, PersistentTransfer]  # by the row that sends; none if there is one row only
 
@@ -195,7 +195,7 @@ class SharedGradients:
     """
 
     def __init__(
-        self, stages: Mapping[int, StageFacts], table: StageTable, first_lane: int, timeout: float
+        self, stages: Mapping[int, RankStage], table: StageTable, first_lane: int, timeout: float
     ) -> None:
         self._timeout = timeout
         self._shared: list[_Shared] = []
@@ -246,7 +246,7 @@ def _transfer(
     rows: list[int],
     table: StageTable,
     parameter: torch.nn.Parameter,
-    stage: StageFacts,
+    stage: RankStage,
     lane: int,
     timeout: float,
 ) -> PersistentTransfer:

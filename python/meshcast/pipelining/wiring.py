@@ -31,7 +31,7 @@ from .edge import (
     Bundle,
     Delivery,
     Edge,
-    StageFacts,
+    RankStage,
     bundles,
     check_edges,
     links_of,
@@ -75,7 +75,7 @@ class _Value(Protocol):
 
 
 def check_split(
-    stage: StageFacts,
+    stage: RankStage,
     inputs: Mapping[int, _Value],
     outputs: Sequence[_Value],
     last_outputs: Sequence[LocalValue] | None,
@@ -99,7 +99,7 @@ def check_split(
 
 
 def _check_data_dim(
-    stage: StageFacts,
+    stage: RankStage,
     dim: int,
     cut: Sequence[int],
     inputs: Mapping[int, _Value],
@@ -134,7 +134,7 @@ def _check_data_dim(
 
 
 def _check_loss_dim(
-    stage: StageFacts, dim: int, value: _Value, index: int, outputs: Sequence[LocalValue]
+    stage: RankStage, dim: int, value: _Value, index: int, outputs: Sequence[LocalValue]
 ) -> None:
     """Raises LayoutError where, by their sizes, the outputs that the loss is taken of are this rank's part
     of the input."""
@@ -161,7 +161,7 @@ def _check_loss_dim(
                 )
 
 
-def _local_shape(stage: StageFacts, value: _Value, dim: int, placement: Placement) -> tuple[int, ...]:
+def _local_shape(stage: RankStage, value: _Value, dim: int, placement: Placement) -> tuple[int, ...]:
     """The shape of the value on this rank, if `placement` were its placement over dimension `dim`."""
     others = value.layout.placements
     placements = (*others[:dim], placement, *others[dim + 1 :])
@@ -172,7 +172,7 @@ def _is_cut(placement: object) -> bool:
     return isinstance(placement, Shard) and placement.dim != 0
 
 
-def _has_tensor_parallel_parameters_only(stage: StageFacts, dim: int) -> bool:
+def _has_tensor_parallel_parameters_only(stage: RankStage, dim: int) -> bool:
     """Returns whether every trained parameter is a DTensor over the ranks along the dimension."""
     along = stage.mesh.along([dim])
     return all(
@@ -237,7 +237,7 @@ class EdgeTransfers:
         deliveries: Sequence[Delivery],
         sources: Sequence[LocalShape],
         buffers: Sequence[LocalShape],
-        stage: StageFacts,
+        stage: RankStage,
         number: int,
     ) -> None:
         self.transfer = transfer
@@ -344,7 +344,7 @@ _Agreed = tuple[
 
 
 def connect(
-    stages: Mapping[int, StageFacts],
+    stages: Mapping[int, RankStage],
     table: StageTable,
     board: PipelineBoard,
     args: Sequence[Any],
@@ -413,7 +413,7 @@ def connect(
 
 
 def _agree(
-    stages: Mapping[int, StageFacts],
+    stages: Mapping[int, RankStage],
     table: StageTable,
     board: PipelineBoard,
     args: Sequence[Any],
@@ -473,7 +473,7 @@ def _agree(
     return values, edges, inputs_of, inferred, found_bundles, returned
 
 
-def _publish_shapes(stage: StageFacts, board: PipelineBoard, topic: str, inferred: Inferred) -> None:
+def _publish_shapes(stage: RankStage, board: PipelineBoard, topic: str, inferred: Inferred) -> None:
     outputs = [] if stage.is_last else inferred.outputs
     encoded = None
     if outputs is not None:
@@ -539,7 +539,7 @@ def _value_of(edge: Edge, values: Sequence[Sequence[StageValue]]) -> StageValue:
 
 
 def _inputs(
-    stage: StageFacts,
+    stage: RankStage,
     table: StageTable,
     edges: Sequence[Edge] | None,
     values: Sequence[Sequence[StageValue]],
@@ -558,19 +558,22 @@ def _inputs(
     return dict(sorted(inputs.items()))
 
 
-def _examples(stage: StageFacts, inputs: Mapping[int, StageValue]) -> list[torch.Tensor]:
+def _examples(stage: RankStage, inputs: Mapping[int, StageValue]) -> list[torch.Tensor]:
     """Stand-ins of this rank's inputs, for shape inference only."""
     examples = []
     for index, value in inputs.items():
         local = torch.empty(
             value.layout.local_shapes(value.shape)[stage.rank], dtype=value.dtype, device=stage.device
         )
-        local = stage.as_input(index, local, value.shape, value.sent)
+        if stage.use_dtensor:
+            local = stage.wrap(local, stage.input_placements[index], value.shape)
+        elif value.sent is not None:
+            local = stage.as_before(local, value.sent)
         examples.append(local.requires_grad_(value.requires_grad))
     return examples
 
 
-def _check_examples(stage: StageFacts, inputs: Mapping[int, StageValue], *, sizes: bool) -> None:
+def _check_examples(stage: RankStage, inputs: Mapping[int, StageValue], *, sizes: bool) -> None:
     """sizes: of the first dimension as well, which later micro-batches may have another of."""
     if stage.input_examples is None or not inputs:
         return
@@ -592,7 +595,7 @@ def _check_examples(stage: StageFacts, inputs: Mapping[int, StageValue], *, size
 
 
 def _compile_bundle(
-    wiring: Wiring, stages: Mapping[int, StageFacts], bundle: Bundle, number: int, timeout: float
+    wiring: Wiring, stages: Mapping[int, RankStage], bundle: Bundle, number: int, timeout: float
 ) -> None:
     own = [stage for stage in (bundle.source, *bundle.consumers) if stage in stages]
     if not own:
@@ -627,7 +630,7 @@ def _returned(
 
 def _compile_return(
     wiring: Wiring,
-    stages: Mapping[int, StageFacts],
+    stages: Mapping[int, RankStage],
     link: Link,
     returned: Sequence[tuple[Delivery, Problem]],
     number: int,
@@ -641,7 +644,7 @@ def _compile_return(
 
 
 def _edge_transfers(
-    stage: StageFacts,
+    stage: RankStage,
     problems: list[Problem],
     consumers: Sequence[int],
     deliveries: Sequence[Delivery],

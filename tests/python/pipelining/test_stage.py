@@ -24,7 +24,7 @@ from meshcast.pipelining import (
     get_schedule_class,
 )
 from meshcast.pipelining.action import ScheduleError
-from meshcast.pipelining.gradients import shared_parameters_of
+from meshcast.pipelining.data_parallel import shared_parameters_of
 from meshcast.pipelining.inference import Probe
 from meshcast.pipelining.microbatch import local_shard
 from meshcast.pipelining.parallel import (
