@@ -224,13 +224,8 @@ class LocalValue:
 
 def as_tuple(values: Any, what: str) -> tuple[torch.Tensor, ...]:
     """The tensors of an output. Raises LayoutError unless it is a tensor or a sequence of tensors."""
-    found = (
-        (values,)
-        if isinstance(values, torch.Tensor)
-        else tuple(values)
-        if isinstance(values, (tuple, list))
-        else ()
-    )
+    listed = (values,) if isinstance(values, torch.Tensor) else values
+    found = tuple(listed) if isinstance(listed, (tuple, list)) else ()
     if not found or not all(isinstance(value, torch.Tensor) for value in found):
         kinds = [type(value).__name__ for value in found] or type(values).__name__
         raise LayoutError(f"{what}: values that leave a stage must be tensors, found {kinds}")
@@ -303,22 +298,19 @@ def global_shape(layout: Layout, local: Mapping[int, Sequence[int]], what: str) 
     if len(dims) != 1:
         raise LayoutError(f"{what}: its ranks have tensors of different dimensions: {dict(local)}")
     ndim = dims.pop()
-    sharding: dict[int, list[int]] = {}
-    for mesh_dim, placement in enumerate(layout.placements):
-        if isinstance(placement, (Shard, _StridedShard)):
-            if not -ndim <= placement.dim < ndim:
-                raise LayoutError(
-                    f"{what}: {placement} does not fit a tensor of {ndim} dimensions; its local "
-                    f"shape is {local}"
-                )
-            sharding.setdefault(placement.dim % ndim, []).append(mesh_dim)
-    ranks = torch.tensor(layout.ranks).reshape(layout.mesh_shape)
+    cuts: list[int | None] = []  # the dimension that each mesh dimension cuts
+    for placement in layout.placements:
+        cut = placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
+        if cut is not None and not -ndim <= cut < ndim:
+            raise LayoutError(
+                f"{what}: {placement} does not fit a tensor of {ndim} dimensions; its local shape is {local}"
+            )
+        cuts.append(None if cut is None else cut % ndim)
+    mesh = StageMesh(torch.tensor(layout.ranks).reshape(layout.mesh_shape), layout.ranks[0])
     shape = []
     for dim in range(ndim):
-        along = ranks[
-            tuple(slice(None) if axis in sharding.get(dim, ()) else 0 for axis in range(ranks.dim()))
-        ]
-        shape.append(sum(local[int(rank)][dim] for rank in along.reshape(-1)))
+        along = mesh.along([mesh_dim for mesh_dim, cut in enumerate(cuts) if cut == dim])
+        shape.append(sum(local[rank][dim] for rank in along))
     for rank, expected in layout.local_shapes(shape).items():
         if tuple(local[rank]) != tuple(expected):
             raise LayoutError(
@@ -351,9 +343,8 @@ def with_empty(
         if rank in known:
             found[rank] = known[rank]
             continue
-        place = (ranks == rank).nonzero()[0].tolist()
-        others = ranks[tuple(slice(None) if dim in data_dims else at for dim, at in enumerate(place))]
-        like = next((int(each) for each in others.flatten() if int(each) in known), next(iter(known)))
+        others = StageMesh(ranks, rank).along(data_dims)
+        like = next((each for each in others if each in known), next(iter(known)))
         found[rank] = [0, *known[like][1:]] if by_samples else known[like]
     return found
 
