@@ -188,8 +188,8 @@ def save(
 
     final = Path(path)
     partial, before = (final.with_name(final.name + end) for end in (_PARTIAL, _BEFORE))
-    with _called("save", schedule, path):
-        view, state, said = _begun(schedule, optimizer, names, position)
+    with _called("save", schedule, path) as caller:
+        view, state, said = _begun(caller, schedule, optimizer, names, position)
         leads = dist.get_rank(view.group) == 0
         if leads:
             # What a death has left. Others write only after they have heard of this rank's plan.
@@ -234,8 +234,8 @@ def load(
     import torch.distributed.checkpoint as dcp
 
     found, before = Path(path), Path(f"{path}{_BEFORE}")
-    with _called("load", schedule, path):
-        view, state, _ = _begun(schedule, optimizer, names)
+    with _called("load", schedule, path) as caller:
+        view, state, _ = _begun(caller, schedule, optimizer, names)
         state[_ABOUT] = b""
         if before.exists() and not found.exists():  # a save ended between its two renames
             found = before
@@ -250,7 +250,7 @@ def load(
 
 
 def _begun(
-    schedule: PipelineSchedule, optimizer: Any, names: Names, position: Any = None
+    caller: Caller, schedule: PipelineSchedule, optimizer: Any, names: Names, position: Any = None
 ) -> tuple[WholeState, dict[str, Any], str]:
     """This rank's state, and on the lowest rank the position as text, once all ranks have theirs: collectives
     of torch follow, which nobody can leave. Raises here at once what is wrong here, and AbortedError where
@@ -258,16 +258,17 @@ def _begun(
     board = schedule._board
     topic = f"checkpoint/{board.agreements}"
     try:
-        view = WholeState.of(schedule, optimizer, names)
-        state = view.state()
-        said = as_text(position, "position") if dist.get_rank(view.group) == 0 else ""
+        with caller:  # the other ranks get the error with its name
+            view = WholeState.of(schedule, optimizer, names)
+            state = view.state()
+            said = as_text(position, "position") if dist.get_rank(view.group) == 0 else ""
     except Exception as error:
         board.refuse(topic, {"refused": str(error) or type(error).__name__}, _refused, error)
         raise
     answer = board.agree(topic, {}, _refused)
     if answer:
         rank, text = answer["refused"]
-        raise AbortedError(f"rank {rank}: {text}", peer=rank, phase="agree")
+        raise AbortedError(text, peer=rank, phase="agree")
     board.forget_past()
     return view, state, said
 
@@ -286,14 +287,14 @@ def _random_state() -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def _called(op: str, schedule: PipelineSchedule, path: str | os.PathLike[str]) -> Iterator[None]:
+def _called(op: str, schedule: PipelineSchedule, path: str | os.PathLike[str]) -> Iterator[Caller]:
     """Names the call in its errors, and makes a LayoutError of the error of torch.distributed.checkpoint,
     which all ranks raise."""
     from torch.distributed.checkpoint.api import CheckpointException
 
-    with Caller(op, schedule._board.rank):
+    with Caller(op, schedule._board.rank) as caller:
         try:
-            yield
+            yield caller
         except CheckpointException as error:
             rank, failure = min(error.failures.items(), key=lambda each: each[0])
             raise LayoutError(f"{path}: rank {rank}: {failure[0]}") from error
