@@ -173,7 +173,7 @@ def shared_parameters(context) -> None:
         for index in (context.rank, 7 - context.rank)
     ]
     schedule = ScheduleZBV(stages, 8, loss_fn=mse, timeout=TIMEOUT)
-    raises(LayoutError, "grad_norm: expected stages whose schedule has run", call=lambda: grad_norm(stages))
+    raises(LayoutError, ": expected stages whose schedule has run", call=lambda: grad_norm(stages))
     schedule.step(x, target=y)
     check(stages, reference)
 
@@ -359,7 +359,7 @@ def not_finite(context) -> None:
             assert math.isnan(norm) if math.isnan(value) else norm == value, (value, order, norm)
             raises(
                 RuntimeError,
-                f"rank {context.rank}, clip_grad_norm_: expected a finite norm of order {order}",
+                f"clip_grad_norm_ on rank {context.rank}: expected a finite norm of order {order}",
                 "error_if_nonfinite=False",
                 call=lambda order=order: clip_grad_norm_(stage, 1.0, order, error_if_nonfinite=True),
             )
@@ -384,7 +384,7 @@ def what_is_no_stage_is_refused(context) -> None:
     group, other = dist.new_group(), dist.new_group()
     stages = [PipelineStage(mlp(8)[index], index, 8, CPU, group=group) for index in (0, 7)]
     stranger = PipelineStage(mlp(8)[1], 1, 8, CPU, group=other)
-    rank = f"rank {context.rank}, clip_grad_norm_: expected"
+    rank = f"clip_grad_norm_ on rank {context.rank}: expected"
     for given, words in (
         ([], ("at least one stage, found none",)),
         (mlp(1)[0], ("a meshcast.pipelining.PipelineStage", "found Sequential")),
@@ -396,7 +396,7 @@ def what_is_no_stage_is_refused(context) -> None:
     for order in (0.0, -1.0, -math.inf, math.nan, "two", None):
         raises(
             LayoutError,
-            f"rank {context.rank}, grad_norm: expected a norm_type above 0 or inf, found {order!r}",
+            f"grad_norm on rank {context.rank}: expected a norm_type above 0 or inf, found {order!r}",
             call=lambda order=order: grad_norm(stages, order),
         )
     words = ("expected stages whose schedule has run, found stage 0 before its first step",)

@@ -225,7 +225,7 @@ def scaler_state(context) -> None:
         off.update()
     assert (off.get_scale(), off.state_dict(), made.get_total_counts()) == (1.0, {}, 0)
     raises(
-        LayoutError, f"rank {context.rank}, GradScaler: expected", "found none", call=lambda: GradScaler([])
+        LayoutError, f"GradScaler on rank {context.rank}: expected", "found none", call=lambda: GradScaler([])
     )
 
 

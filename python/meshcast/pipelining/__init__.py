@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from torch.distributed.pipelining import SplitPoint, pipe_split
 
 from meshcast.pipelining import _backward, _utils, microbatch, schedules, stage  # noqa: F401
+from meshcast.pipelining._utils import names_of_torch
 from meshcast.pipelining.action import Action, ActionKind, ScheduleError, dump_csv, load_csv, lower
 from meshcast.pipelining.checkpoint import load, save
-from meshcast.pipelining.compat import PipelineStageInfo, names_of_torch
+from meshcast.pipelining.compat import PipelineStageInfo
 from meshcast.pipelining.edge import Edge
 from meshcast.pipelining.norms import GradScaler, clip_grad_norm_, grad_norm
 from meshcast.pipelining.recipe import validate

@@ -5,7 +5,7 @@ Nodes of the graph are of two kinds: those on a way to an input, and those that 
 first part runs autograd towards the inputs alone; the engine asks each node only for the gradients that are
 on the way, so no weight gradient is computed, and the gradients that reach boundary nodes are kept. Then the
 edges between the boundary nodes are cut, so that each is a graph of its own, and what the nodes between them
-have saved is let go of. The second part runs all boundary nodes once more, towards their parameters, from
+have saved is released. The second part runs all boundary nodes once more, towards their parameters, from
 what was kept. Each kernel thus sees the same operands as in the whole backward, and each parameter adds up
 the same terms in the same order: gradients are equal to the last bit.
 
@@ -24,6 +24,7 @@ Other names of torch.distributed.pipelining._backward are found here, too.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -35,9 +36,9 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from .. import _C
-from .compat import names_of_torch
+from ._utils import names_of_torch
 
-__all__ = ["SplitBackward", "children_first", "hooks_made", "own_functions", "saved_values"]
+__all__ = ["FixedScale", "SplitBackward", "children_first", "hooks_made", "saved_values"]
 
 
 # Nodes that allow neither a second run nor to be kept for one.
@@ -203,13 +204,47 @@ def children_first(roots: Iterable[Node]) -> _Graph:
     return found
 
 
-def own_functions(roots: Iterable[torch.Tensor]) -> tuple[str, ...]:
-    """Names of the custom functions behind the roots, but for torch's and meshcast's own."""
+def _own_functions(roots: Iterable[torch.Tensor]) -> tuple[str, ...]:
+    """Names of the custom functions behind the roots, except torch's and meshcast's own."""
     kinds: Any = {type(node) for node in children_first(root.grad_fn for root in roots if root.grad_fn)}
     written = {kind._forward_cls for kind in kinds if hasattr(kind, "_forward_cls")}
     return tuple(
         sorted(each.__name__ for each in written if not each.__module__.startswith(("torch.", "meshcast.")))
     )
+
+
+@dataclass(slots=True)
+class FixedScale:
+    """The gradients of a stage that keep the scale that they got in the backward, also where the weight of a
+    loss's pairs turns out to be another when the step ends.
+
+    functions: names of the custom autograd functions of users; None until a backward ran. others: there are
+    gradients of arguments of the step, or of parameters of the loss function.
+    """
+
+    functions: tuple[str, ...] | None = None
+    others: bool = False
+    _warned: bool = False
+
+    def learn(self, roots: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+        """Before a backward from these roots."""
+        if self.functions is None:
+            self.functions = _own_functions(roots)
+        self.others = self.others or bool(others)
+
+    def warn(self, factor: float, what: str) -> None:
+        """Warns, once, that the weight was taken to be `factor` times what it is. what: names the stage."""
+        found = [f"autograd functions of its own ({', '.join(self.functions)})"] if self.functions else []
+        if self.others:
+            found.append("gradients of arguments, or of parameters of the loss function")
+        if found and not self._warned and abs(factor - 1) > 1e-6:
+            self._warned = True
+            warnings.warn(
+                f"{what} has {' and '.join(found)}. Such gradients, and auxiliary losses, were scaled as if "
+                f"the weight of the loss's pairs were {factor:.3g} times what it turned out to be in this "
+                "step. Make the schedule with weight_fn=, so that it is known before the step",
+                stacklevel=3,
+            )
 
 
 def _claim(boundary: _Boundary, below: list[Node], graph: _Graph, owner: dict[Node, _Boundary]) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..base.checks import shown
 from ..base.values import as_text, restored
-from ..errors import AbortedError, LayoutError
+from ..errors import AbortedError, Caller, LayoutError
 
 if TYPE_CHECKING:
     from .schedule import PipelineSchedule
@@ -188,16 +188,17 @@ def save(
 
     final = Path(path)
     partial, before = (final.with_name(final.name + end) for end in (_PARTIAL, _BEFORE))
-    view, state, said = _begun(schedule, optimizer, names, "save", position)
-    if dist.get_rank(view.group) == 0:
-        # What a death has left. Others write only after they have heard of this rank's plan.
-        shutil.rmtree(partial, ignore_errors=True)
-        about = io.BytesIO()  # in one piece: lists and dicts would be entries of their own
-        torch.save({"steps": schedule._steps, "random": _random_state(), "values": said}, about)
-        state[_ABOUT] = about.getvalue()
-    with _typed(f"save: {final}"):
+    with _called("save", schedule, path) as caller:
+        view, state, said = _begun(caller, schedule, optimizer, names, position)
+        leads = dist.get_rank(view.group) == 0
+        if leads:
+            # What a death has left. Others write only after they have heard of this rank's plan.
+            shutil.rmtree(partial, ignore_errors=True)
+            about = io.BytesIO()  # in one piece: lists and dicts would be entries of their own
+            torch.save({"steps": schedule._steps, "random": _random_state(), "values": said}, about)
+            state[_ABOUT] = about.getvalue()
         dcp.save(state, checkpoint_id=partial, process_group=view.group)
-    if dist.get_rank(view.group) == 0:
+    if leads:
         if final.exists():  # else the one before is that of a save which ended between the two renames
             shutil.rmtree(before, ignore_errors=True)
             final.rename(before)
@@ -232,12 +233,12 @@ def load(
     """
     import torch.distributed.checkpoint as dcp
 
-    view, state, _ = _begun(schedule, optimizer, names, "load")
-    state[_ABOUT] = b""
     found, before = Path(path), Path(f"{path}{_BEFORE}")
-    if before.exists() and not found.exists():  # a save ended between its two renames
-        found = before
-    with _typed(f"load: {path}"):
+    with _called("load", schedule, path) as caller:
+        view, state, _ = _begun(caller, schedule, optimizer, names)
+        state[_ABOUT] = b""
+        if before.exists() and not found.exists():  # a save ended between its two renames
+            found = before
         dcp.load(state, checkpoint_id=found, process_group=view.group)
     view.take(state)
     about = torch.load(io.BytesIO(state[_ABOUT]))
@@ -249,7 +250,7 @@ def load(
 
 
 def _begun(
-    schedule: PipelineSchedule, optimizer: Any, names: Names, op: str, position: Any = None
+    caller: Caller, schedule: PipelineSchedule, optimizer: Any, names: Names, position: Any = None
 ) -> tuple[WholeState, dict[str, Any], str]:
     """This rank's state, and on the lowest rank the position as text, once all ranks have theirs: collectives
     of torch follow, which nobody can leave. Raises here at once what is wrong here, and AbortedError where
@@ -257,16 +258,17 @@ def _begun(
     board = schedule._board
     topic = f"checkpoint/{board.agreements}"
     try:
-        view = WholeState.of(schedule, optimizer, names)
-        state = view.state()
-        said = as_text(position, f"{op}: position") if dist.get_rank(view.group) == 0 else ""
+        with caller:  # the other ranks get the error with its name
+            view = WholeState.of(schedule, optimizer, names)
+            state = view.state()
+            said = as_text(position, "position") if dist.get_rank(view.group) == 0 else ""
     except Exception as error:
         board.refuse(topic, {"refused": str(error) or type(error).__name__}, _refused, error)
         raise
     answer = board.agree(topic, {}, _refused)
     if answer:
         rank, text = answer["refused"]
-        raise AbortedError(text, rank=board.rank, peer=rank, op=op, phase="agree")
+        raise AbortedError(text, peer=rank, phase="agree")
     board.forget_past()
     return view, state, said
 
@@ -285,12 +287,14 @@ def _random_state() -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def _typed(what: str) -> Iterator[None]:
-    """Turns the error of torch.distributed.checkpoint, which all ranks raise, into a LayoutError."""
+def _called(op: str, schedule: PipelineSchedule, path: str | os.PathLike[str]) -> Iterator[Caller]:
+    """Names the call in its errors, and makes a LayoutError of the error of torch.distributed.checkpoint,
+    which all ranks raise."""
     from torch.distributed.checkpoint.api import CheckpointException
 
-    try:
-        yield
-    except CheckpointException as error:
-        rank, failure = min(error.failures.items(), key=lambda each: each[0])
-        raise LayoutError(f"{what}: rank {rank}: {failure[0]}") from error
+    with Caller(op, schedule._board.rank) as caller:
+        try:
+            yield caller
+        except CheckpointException as error:
+            rank, failure = min(error.failures.items(), key=lambda each: each[0])
+            raise LayoutError(f"{path}: rank {rank}: {failure[0]}") from error

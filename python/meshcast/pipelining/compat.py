@@ -1,4 +1,4 @@
-"""Differences between releases of torch.distributed.pipelining, and how modules here get its names.
+"""Differences between releases of torch.distributed.pipelining.
 
 The FSDP2 stages that a rank has gathered at a time: the window of ``max_active_stages``, by torch's rule.
 
@@ -11,9 +11,8 @@ from __future__ import annotations
 import csv
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
@@ -40,7 +39,6 @@ __all__ = [
     "lowers_by_itself",
     "mesh_layout",
     "mesh_of",
-    "names_of_torch",
     "order_of_torch",
     "parts_of",
     "scales_without_loss",
@@ -184,28 +182,6 @@ class PipelineStageInfo:
 PipelineStageInfo = getattr(torch_stage, "PipelineStageInfo", PipelineStageInfo)  # type: ignore[misc]
 
 
-def names_of_torch(
-    module: str, here: dict[str, Any], ours: Mapping[str, str] | None = None
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a module that has the names of torch.distributed.pipelining's module
-    of that name ("" for the package), private ones included, but for those that it defines itself. here: its
-    globals. ours: names of our own that are loaded when they are first used, with the modules below meshcast
-    that have them."""
-    theirs = import_module(".".join(filter(None, ("torch.distributed.pipelining", module))))
-    homes = ours or {}
-
-    def get(name: str) -> Any:
-        if name in homes:
-            here[name] = value = getattr(import_module(f"meshcast.{homes[name]}"), name)
-            return value
-        try:
-            return getattr(theirs, name)
-        except AttributeError:
-            raise AttributeError(f"module {here['__name__']!r} has no attribute {name!r}") from None
-
-    return get, lambda: sorted({*here, *homes, *dir(theirs)})
-
-
 def scales_without_loss(schedule: Any) -> bool:
     """Returns whether `step` of this schedule divides what is in ``grad`` also where no loss is given: from
     torch 2.15 on only with one stage a rank."""
@@ -231,7 +207,7 @@ def init_stage(stage: Any, *args: Any, num_stages: int, mesh: DeviceMesh | None,
 
 
 def mesh_layout(mesh: DeviceMesh) -> tuple[Any, ...] | None:
-    """Shapes and strides, what torch tells meshes of one set of ranks apart by; None before 2.12."""
+    """Shapes and strides, by which torch distinguishes meshes of one set of ranks; None before 2.12."""
     layout: Any = getattr(mesh, "_layout", None)
     if layout is None:
         return None

@@ -1,4 +1,5 @@
-"""Edges: which output of which stage is which input of which later stage.
+"""Edges: which output of which stage is which input of which later stage; and what modules here know of a
+stage (`RankStage`), which lies above them.
 
 The values that travel together: every output of a stage to all stages that use it, once.
 
@@ -9,17 +10,39 @@ so that all come to the same edges in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import stage as torch_stage
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
+from ..base.checks import shown
 from ..errors import LayoutError
 from ..layout import Layout
+from ..topology import Topology
 from .action import Link
+from .data_parallel import GradientScale
+from .parallel import DataUse, Inferred, LocalValue, Placements, SentDTensor, StageMesh, ValuePlacements, Way
 
-__all__ = ["Bundle", "Delivery", "Edge", "bundles", "check_edges", "links_of", "returns"]
+__all__ = [
+    "Bundle",
+    "Delivery",
+    "Edge",
+    "RankStage",
+    "bundles",
+    "check_kinds",
+    "checked",
+    "group_of",
+    "reduce_once",
+    "traced_edges",
+    "check_edges",
+    "links_of",
+    "returns",
+]
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -73,6 +96,22 @@ def check_edges(edges: Iterable[Edge], num_stages: int) -> tuple[Edge, ...]:
     return ordered
 
 
+def traced_edges(nodes: list[Any]) -> list[Edge]:
+    """Arguments of a stage that are the model's own are given to it by name; the others are its inputs."""
+    number = {node: index for index, node in enumerate(nodes)}
+    edges = []
+    for stage, node in enumerate(nodes):
+        inputs = 0
+        for argument in node.args:
+            output, source = 0, argument
+            while source.target is operator.getitem:
+                source, output = source.args
+            if source in number:
+                edges.append(Edge(number[source], output, stage, inputs))
+                inputs += 1
+    return edges
+
+
 def links_of(edges: Sequence[Edge]) -> list[Link]:
     """The pairs of stages that edges join, ascending."""
     return sorted({(edge.from_stage, edge.to_stage) for edge in edges})
@@ -83,7 +122,7 @@ _MOST_MESH_DIMS = 5  # of a Layout
 
 @dataclass(slots=True)
 class Delivery:
-    """One output of a stage on its way to inputs of one or several stages.
+    """One output of a stage that goes to inputs of one or several stages.
 
     inputs: by consumer stage; several of one stage if it uses the value several times.
     """
@@ -175,7 +214,7 @@ def _join(together: Layout, layout: Layout, members: int) -> Layout | None:
     """The layout of `members` stages and one more, if there is one."""
     if _is_whole(together) and _is_whole(layout):
         return Layout([*together.ranks, *layout.ranks], [Replicate()])
-    # Alike: a leading dimension over the stages, on which nothing is cut.
+    # The same mesh shape: a leading dimension over the stages, on which nothing is cut.
     shape, placements = layout.mesh_shape, layout.placements
     own = (shape, placements) if members == 1 else ((members, *shape), (Replicate(), *placements))
     if (together.mesh_shape, together.placements) != own or len(shape) == _MOST_MESH_DIMS:
@@ -192,3 +231,157 @@ def _is_whole(layout: Layout) -> bool:
         size == 1 or isinstance(placement, Replicate)
         for size, placement in zip(layout.mesh_shape, layout.placements, strict=True)
     ) and not any(isinstance(placement, Partial) for placement in layout.placements)
+
+
+class RankStage(Protocol):
+    """The interface of a `PipelineStage` to the modules that join it with others and run it."""
+
+    stage_index: int
+    num_stages: int
+    rank: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+    mesh: StageMesh
+    submod: torch.nn.Module
+    edges: tuple[Edge, ...] | None
+    input_placements: ValuePlacements
+    input_examples: tuple[torch.Tensor, ...] | None
+    data_dims: list[int]
+    loss_dims: list[int]
+    summed_dims: list[int]
+    data_dims_given: bool
+    loss_dims_given: bool
+    use_dtensor: bool
+    strategy: str
+    topology: Topology | None
+    scale: GradientScale
+    ways: Sequence[Way]
+    sharing: Mapping[str, Sequence[int]] | None
+    reduced_elsewhere: set[int]
+    fwd_cache: dict[int, Any]
+    bwd_cache: dict[int, Any]
+    output_chunks: list[Any]
+
+    @property
+    def is_first(self) -> bool: ...
+    @property
+    def is_last(self) -> bool: ...
+    @property
+    def alone(self) -> bool: ...
+    @property
+    def accumulates(self) -> bool: ...
+    @property
+    def reduces(self) -> bool: ...
+    @property
+    def joins_pipelines(self) -> bool: ...
+    @property
+    def batch_parts(self) -> int: ...
+    @property
+    def batch_part(self) -> int: ...
+    @property
+    def shared(self) -> Mapping[str, torch.nn.Parameter]: ...
+
+    def learn_wrappers(self) -> None: ...
+    def infer(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        with_grad: bool,
+        empty: bool,
+        data: DataUse,
+        again: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
+    ) -> Inferred: ...
+    def output_layout(self, index: int, local: LocalValue) -> Placements: ...
+    def wrap(self, local: torch.Tensor, placements: Placements, shape: Sequence[int]) -> torch.Tensor: ...
+    def as_before(self, local: torch.Tensor, sent: SentDTensor) -> torch.Tensor: ...
+    def check_arguments(self, count: int | None, names: Collection[str]) -> None: ...
+    def over_columns(self, *values: float) -> torch.Tensor: ...
+    def own_parameters(self) -> list[torch.nn.Parameter]: ...
+    def free_parameters(self) -> None: ...
+    def drop_stand_ins(self) -> None: ...
+    def reduce_gradients(self) -> None: ...
+    def scale_grads(self, grad_scale_factor: Any) -> None: ...
+    def tell_added(self, factor: float) -> None: ...
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any: ...
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True) -> None: ...
+    def backward_weight_one_chunk(self, bwd_chunk_id: int) -> None: ...
+    def receive(self, microbatch: int, inputs: list[Any]) -> None: ...
+    def has_inputs(self, microbatch: int) -> bool: ...
+    def receive_gradients(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None: ...
+    def has_gradients(self, microbatch: int) -> bool: ...
+    def clear_runtime_states(self) -> None: ...
+
+
+S = TypeVar("S", bound=RankStage)
+
+
+def group_of(stages: object) -> Any:
+    """The process group of the pipeline that a stage, or several, are of, whatever was given for them."""
+    first = stages[0] if isinstance(stages, Sequence) and stages else stages
+    return getattr(first, "group", None)
+
+
+def check_kinds(stages: object) -> None:
+    """Raises LayoutError for what are no stages, or torch's own. Other subclasses of torch's base may be
+    looked at, but not run."""
+    if not isinstance(stages, Sequence) or not stages:
+        raise LayoutError(f"a schedule needs at least one stage on this rank, found {stages!r}")
+    for stage in stages:
+        if type(stage) in (torch_stage.PipelineStage, torch_stage._PipelineStage) or not isinstance(
+            stage, torch_stage._PipelineStageBase
+        ):
+            raise LayoutError(
+                f"stage must be a meshcast.pipelining.PipelineStage, found {type(stage).__name__} of "
+                f"{type(stage).__module__}: import it, pipeline and build_stage from meshcast.pipelining"
+            )
+
+
+def checked(stages: Sequence[S], microbatches: int) -> dict[int, S]:
+    """The stages by number, ascending. Raises LayoutError unless they can be one rank's."""
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int):
+        raise LayoutError(f"n_microbatches must be an integer, found {shown(microbatches)}")
+    if microbatches < 1:
+        raise LayoutError(f"n_microbatches must be at least 1, found {microbatches}")
+    first = stages[0]
+    for stage in stages[1:]:
+        for what, mine, theirs in (
+            ("num_stages", first.num_stages, stage.num_stages),
+            ("edges", first.edges, stage.edges),
+            ("group", first.group, stage.group),
+            ("mesh", sorted(first.mesh.ranks), sorted(stage.mesh.ranks)),
+            ("device", first.device, stage.device),
+        ):
+            if mine != theirs:
+                raise LayoutError(
+                    f"stages {first.stage_index} and {stage.stage_index} of rank {first.rank} have different "
+                    f"{what}: {mine} and {theirs}"
+                )
+    for stage in stages:
+        stage.learn_wrappers()
+    by_index = {stage.stage_index: stage for stage in stages}
+    if len(by_index) != len(stages):
+        raise LayoutError(f"rank {first.rank} makes a stage twice: {[s.stage_index for s in stages]}")
+    return dict(sorted(by_index.items()))
+
+
+def reduce_once(stages: Iterable[RankStage]) -> None:
+    """A parameter that several stages of this rank hold is left to the first. Raises LayoutError where they
+    would reduce its gradient over different ranks."""
+    owners: dict[int, RankStage] = {}
+    for stage in stages:
+        stage.reduced_elsewhere.clear()
+        for name, parameter in stage.submod.named_parameters():
+            first = owners.setdefault(id(parameter), stage)
+            if first is stage:
+                continue
+            mine, other = (each.mesh.along(each.data_dims) for each in (stage, first))
+            if sorted(mine) != sorted(other):
+                raise LayoutError(
+                    f"stages {first.stage_index} and {stage.stage_index} of rank {stage.rank} hold one "
+                    f"parameter, {name!r} of the latter, but split their samples over different ranks, "
+                    f"{other} and {mine}: give them the same mesh= and data_dims=, or copies and "
+                    "shared_parameters="
+                )
+            stage.reduced_elsewhere.add(id(parameter))

@@ -21,9 +21,10 @@ from ..layout import Layout
 from ..planning.plan import Problem
 from ..transfers.transfer import PersistentTransfer
 from .board import PipelineBoard
+from .data_parallel import kept_apart
+from .edge import RankStage
 from .loss import StepLoss
-from .parallel import kept_apart
-from .table import RankStage, StageTable, StepAnswer
+from .table import StageTable, StepAnswer
 from .wiring import make_transfer
 
 __all__ = ["PAIRS_ARE_FINAL", "Gradients"]

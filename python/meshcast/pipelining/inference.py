@@ -6,280 +6,378 @@ FSDP2 modules run on fake tensors without their hooks, which would gather fakes 
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..base import forks
 from ..base.observe import calls_begun
 from ..errors import LayoutError
-from ..layout import Layout
 from .compat import mesh_layout
-from .parallel import fsdp_groups, fsdp_parts
+from .data_parallel import fsdp_groups, fsdp_parts
+from .parallel import DataUse, Inferred, LocalValue, SentDTensor, Way, as_tuple, rows_of
 
 __all__ = [
     "Collectives",
-    "DataUse",
-    "Inferred",
-    "LocalValue",
-    "SentDTensor",
-    "Way",
-    "as_tuple",
-    "can_be_faked",
-    "describe_values",
-    "fake_state",
-    "global_shape",
-    "infer_outputs",
+    "Examples",
+    "Probe",
+    "buffers_kept",
+    "check_call",
     "is_empty",
-    "local_values",
-    "needs_stand_in",
-    "outputs_on_fakes",
-    "rows_of",
     "stand_ins",
-    "with_empty",
-    "without_fsdp",
     "without_stand_in",
     "writes_on_input",
 ]
 
-
-@dataclass(frozen=True, slots=True)
-class SentDTensor:
-    """The data from which a rank of another stage makes the DTensor of its local part. There its mesh has
-    other ranks, but the same names of dimensions and the same layout (`compat.mesh_layout`)."""
-
-    placements: tuple[Placement, ...]
-    shape: tuple[int, ...]  # of the whole
-    names: tuple[str, ...]
-    layout: tuple[Any, ...] | None
+Given = tuple[Sequence[Any], Mapping[str, Any]]  # positional and keyword arguments of a module
 
 
-@dataclass(frozen=True, slots=True)
-class LocalValue:
-    """One output of one micro-batch on one rank. placements, sent: of a DTensor, else None."""
+@dataclass(slots=True)
+class Examples:
+    """The examples of a stage's local outputs that its user gave, of so many samples: those of the example of
+    its inputs, or without such those of its first micro-batch."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    placements: tuple[Placement, ...] | None = None
-    sent: SentDTensor | None = None
+    values: Sequence[torch.Tensor]
+    rows: int | None
 
-
-def as_tuple(values: Any, what: str) -> tuple[torch.Tensor, ...]:
-    """The tensors of an output. Raises LayoutError unless it is a tensor or a sequence of tensors."""
-    found = (
-        (values,)
-        if isinstance(values, torch.Tensor)
-        else tuple(values)
-        if isinstance(values, (tuple, list))
-        else ()
-    )
-    if not found or not all(isinstance(value, torch.Tensor) for value in found):
-        kinds = [type(value).__name__ for value in found] or type(values).__name__
-        raise LayoutError(f"{what}: values that leave a stage must be tensors, found {kinds}")
-    return found
-
-
-def local_values(value: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor or plain tensor, its values in memory: a functional collective (there are
-    some inside tensor-parallel modules) returns a stand-in that has none until it is waited for."""
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
-
-
-def rows_of(values: Sequence[Any]) -> int | None:
-    """Samples that the first tensor has here."""
-    for value in tree_flatten(values)[0]:
-        if isinstance(value, torch.Tensor) and value.dim():
-            return int(local_values(value).shape[0])
-    return None
-
-
-def describe_values(values: Sequence[torch.Tensor], with_grad: bool) -> list[LocalValue]:
-    """Local shapes of tensors or DTensors."""
-    described = []
-    for value in values:
-        placements = sent = None
-        local = value
-        if isinstance(value, DTensor):
-            placements, local = tuple(value.placements), value.to_local()
-            names = tuple(value.device_mesh.mesh_dim_names or ())
-            sent = SentDTensor(placements, tuple(value.shape), names, mesh_layout(value.device_mesh))
-        described.append(
-            LocalValue(tuple(local.shape), value.dtype, with_grad and value.requires_grad, placements, sent)
-        )
-    return described
-
-
-def global_shape(layout: Layout, local: Mapping[int, Sequence[int]], what: str) -> tuple[int, ...]:
-    """The global shape of a value from the local shape on each rank of its mesh.
-
-    Raises LayoutError if no shape laid out this way has these shards, naming the rank whose shard differs.
-    """
-    dims = {len(shape) for shape in local.values()}
-    if len(dims) != 1:
-        raise LayoutError(f"{what}: its ranks have tensors of different dimensions: {dict(local)}")
-    ndim = dims.pop()
-    sharding: dict[int, list[int]] = {}
-    for mesh_dim, placement in enumerate(layout.placements):
-        if isinstance(placement, (Shard, _StridedShard)):
-            if not -ndim <= placement.dim < ndim:
+    def of(self, rows: int | None, what: str) -> list[torch.Tensor]:
+        """Returns the examples for a micro-batch with so many samples on this rank. Raises LayoutError where
+        these do not determine them."""
+        if rows == self.rows:
+            return list(self.values)
+        found = []
+        for value in self.values:
+            if not self.rows or rows is None or value.dim() == 0 or value.shape[0] % self.rows:
                 raise LayoutError(
-                    f"{what}: {placement} does not fit a tensor of {ndim} dimensions; its local "
-                    f"shape is {local}"
+                    f"{what}: output_args is of {self.rows} samples, which does not determine the shapes of "
+                    f"{rows}: dimension 0 of {tuple(value.shape)} is no multiple"
                 )
-            sharding.setdefault(placement.dim % ndim, []).append(mesh_dim)
-    ranks = torch.tensor(layout.ranks).reshape(layout.mesh_shape)
-    shape = []
-    for dim in range(ndim):
-        along = ranks[
-            tuple(slice(None) if axis in sharding.get(dim, ()) else 0 for axis in range(ranks.dim()))
+            size = value.shape[0] // self.rows * rows
+            found.append(torch.empty((size, *value.shape[1:]), dtype=value.dtype, device="meta"))
+        return found
+
+
+@dataclass(slots=True)
+class Probe:
+    """Finds what a module returns for micro-batches of some shape, and how it has to be run for them.
+
+    It runs on fake tensors: no data, no arithmetic, no change of buffers or random state. Where that fails,
+    and under FSDP2 with casts, it runs on values, as torch.distributed.pipelining does: on those of a
+    micro-batch that this rank has, and on zeros and on ones in place of those that come from other stages;
+    buffers and random state are put back.
+
+    Attributes:
+        what: names the stage in errors.
+        with_grad: the step trains.
+        peers: the ranks that have the same samples.
+        real: positional arguments have the values of a micro-batch, as the others always do; else only its
+            shapes.
+    """
+
+    module: Any
+    what: str
+    with_grad: bool
+    peers: Sequence[int] = ()
+    real: bool = False
+
+    def __post_init__(self) -> None:
+        self.module = getattr(self.module, "_orig_mod", self.module)  # below torch.compile
+
+    def last(self, given: Given, *, outputs: bool) -> Inferred:
+        """Returns the way the last stage runs, whose outputs matter to the loss function alone. outputs: they
+        are looked at, where the module runs on fake tensors."""
+        stand_in = is_empty(given) and self.needs_stand_in(given)
+        found = None
+        if outputs and self._can_be_faked():
+            with suppress(Exception):
+                found, _ = self._on_fakes(given)
+        tensors = [each for each in tree_flatten(found)[0] if isinstance(each, torch.Tensor)]
+        return Inferred(_described(tensors, self.with_grad), stand_in)
+
+    def with_examples(
+        self, given: Given, examples: Examples | None, data: DataUse, **options: Any
+    ) -> Inferred:
+        """Returns `outputs`, or, where the module does not determine them, those of the examples, if any."""
+        if examples is None:
+            return self.outputs(given, data=data, **options)
+        found, rows = None, rows_of(given[0])
+        if examples.rows is None:
+            examples.rows = rows
+        if rows != examples.rows or data == "always":
+            with suppress(LayoutError):
+                found = self.outputs(given, data=data, **options)
+            if found is not None and not found.needs_data:
+                return found
+        stand_in = is_empty(given) and self.needs_stand_in(given)
+        try:
+            values = examples.of(rows, self.what)
+        except LayoutError:
+            if found is None:
+                raise
+            return found  # which needs data
+        trained = [
+            value.detach().requires_grad_(self.with_grad and value.is_floating_point()) for value in values
         ]
-        shape.append(sum(local[int(rank)][dim] for rank in along.reshape(-1)))
-    for rank, expected in layout.local_shapes(shape).items():
-        if tuple(local[rank]) != tuple(expected):
+        return Inferred(_described(trained, self.with_grad), stand_in)
+
+    def outputs(
+        self,
+        given: Given,
+        *,
+        everywhere_empty: bool = False,
+        data: DataUse = "if needed",
+        again: Given | None = None,
+    ) -> Inferred:
+        """Returns the local shapes of the outputs.
+
+        Args:
+            everywhere_empty: no rank has samples of this micro-batch. Shapes then follow from those of one
+                and of two samples.
+            data: whether it may run on values. On these it communicates, so all ranks of a stage do so
+                equally often or none: "alone", which ends where it begins to communicate, until all of them
+                know that one has to, then "always".
+            again: arguments of another micro-batch of these shapes, which must give the same shapes.
+
+        Raises:
+            LayoutError: with the cause, for a module that runs on neither, or whose shapes depend on its
+                data; also as `needs_stand_in`.
+        """
+        trained = self.with_grad and _trains(self.module, given[0])
+        if not is_empty(given):
+            return self._outputs(given, again, data, trained)
+        # Whether it cannot run without samples shows on fakes alone; else it is run without.
+        stand_in = self.needs_stand_in(given)
+        if self._can_be_faked() and not stand_in and data != "always":
+            with suppress(Exception):  # it needs data
+                outputs, written = self._on_fakes(given, retry=False)
+                return Inferred(_described(as_tuple(outputs, self.what), self.with_grad), copies=written)
+        found = []
+        for rows in (1, 2) if everywhere_empty else (1,):
+            filled, more = stand_ins((given, again), rows)
+            found.append(self._outputs(filled, more, data, trained))
+        copies = found[0].copies
+        if any(each.needs_data for each in found):
+            return Inferred(None, stand_in, needs_data=True)
+        if not everywhere_empty:
+            return Inferred(None, stand_in, copies)
+        one, two = (each.outputs for each in found)
+        assert one is not None and two is not None
+        outputs = [
+            replace(first, shape=tuple(2 * a - b for a, b in zip(first.shape, second.shape, strict=True)))
+            for first, second in zip(one, two, strict=True)
+        ]
+        return Inferred(outputs, stand_in, copies)
+
+    def needs_stand_in(self, given: Given) -> bool:
+        """Returns whether the module runs with a fake sample, but not without any: on fake tensors, or, where
+        these do not show it (and without FSDP2, which communicates), on values.
+
+        Raises LayoutError if it communicates with others than the peers: the fake sample would be taken for
+        one of the batch.
+        """
+        # A collective on fakes reaches no other rank; a real one would, and is stopped.
+        attempts: list[tuple[Callable[[Given], Any], bool]] = []
+        if self._can_be_faked(exactly=False):
+            attempts.append((self._on_fakes, False))
+        if not any(True for _ in fsdp_parts(self.module)):
+            attempts.append((lambda given: self._run_on(self._trials(given, None)[-1]), True))
+        filled = stand_ins(given, 1)
+        for attempt, stops in attempts:
+            if self._outcome(attempt, given, stops) != "fails":
+                return False
+            outcome = self._outcome(attempt, filled, stops)
+            if outcome == "communicates":
+                raise LayoutError(
+                    f"{self.what}: this rank has no samples of a micro-batch, the module does not run "
+                    "without, and it communicates with ranks that have some, which would take a fake sample "
+                    "for one of the batch: let it run on an empty batch, or give more samples than there are "
+                    "ranks"
+                )
+            if outcome == "runs":
+                return True
+        return False
+
+    def _outcome(self, run: Callable[[Given], Any], given: Given, stops: bool) -> str:
+        """ "runs", "fails", or "communicates": with others than the peers, stopped there if need be."""
+        seen = Collectives(self.peers, stops)
+        try:
+            with seen:
+                run(given)
+        except Exception:
+            return "communicates" if stops and seen.found else "fails"
+        return "communicates" if seen.found else "runs"
+
+    def _outputs(self, given: Given, again: Given | None, data: DataUse, trained: bool) -> Inferred:
+        """`outputs` for arguments with samples."""
+        cause: Exception | None = None
+        if self._can_be_faked():
+            try:
+                outputs, written = self._on_fakes(given)
+                described = _described(as_tuple(outputs, self.what), self.with_grad)
+                if data != "always":
+                    return Inferred(described, copies=written)
+            except LayoutError:
+                raise
+            except Exception as error:
+                cause = error
+        alone = data == "alone"
+        if alone and any(True for _ in fsdp_parts(self.module)):
+            return Inferred(None, needs_data=True)
+        seen, refused = Collectives((), stops=True), list[bool]()
+        try:
+            with ExitStack() as stack:
+                if alone:
+                    refused = stack.enter_context(forks.no_calls())
+                    stack.enter_context(seen)
+                found = self._on_data(self._trials(given, again), trained)
+        except Exception as error:
+            if alone and (seen.found or refused):
+                return Inferred(None, needs_data=True)
+            if isinstance(error, LayoutError):
+                raise
+            raise self._refusal(cause or error, error) from (cause or error)
+        if alone and seen.found:  # and the module took the error for another
+            return Inferred(None, needs_data=True)
+        # Copies: without gradients it does not show whether the module writes on its inputs.
+        return Inferred(found, copies=True)
+
+    # ---- on fake tensors ---------------------------------------------------------------------------------
+
+    def _can_be_faked(self, *, exactly: bool = True) -> bool:
+        """Returns whether the module runs on fake tensors as FSDP2 would run it: with one module for each
+        group of parameters. exactly: with the types that FSDP2 computes in too, so without casts."""
+        for part in fsdp_parts(self.module):
+            state: Any = part._get_fsdp_state()
+            if len(state._modules) > 1:
+                return False
+            parameters = [each for group in fsdp_groups(part) for each in group.fsdp_params]
+            if exactly and any(each.mp_policy.param_dtype is not None for each in parameters):
+                return False
+        return True
+
+    def _on_fakes(self, given: Given, *, retry: bool = True) -> tuple[Any, bool]:
+        """Returns the outputs on fake tensors, and whether the module writes on its inputs. retry: on copies
+        of them, where it may not."""
+        try:
+            return self._run_fake(given, copies=False)
+        except Exception as error:
+            if not (retry and writes_on_input(error)):
+                raise
+        return self._run_fake(given, copies=True)[0], True
+
+    def _run_fake(self, given: Given, *, copies: bool) -> tuple[Any, bool]:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.func import functional_call
+
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(self.with_grad):
+            state = _fake_state(self.module, mode.from_tensor)
+            args, kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (tuple(given[0]), dict(given[1])))
+            if copies:
+                args = tree_map_only(torch.Tensor, torch.clone, args)
+            tensors = [value for value in tree_flatten(args)[0] if isinstance(value, torch.Tensor)]
+            before = [value._version for value in tensors]
+            with _without_fsdp(self.module):
+                outputs = functional_call(self.module, state, args, kwargs)
+            return outputs, before != [value._version for value in tensors]
+
+    # ---- on values ---------------------------------------------------------------------------------------
+
+    def _trials(self, given: Given, again: Given | None) -> list[Given]:
+        """Returns the arguments to run the module on. All tensors are copies, on which it may write."""
+
+        def copied(values: Any) -> Any:
+            return tree_map_only(torch.Tensor, lambda value: value.detach().clone(), values)
+
+        def filled(fill: Callable[..., torch.Tensor]) -> Any:
+            def made(value: torch.Tensor) -> torch.Tensor:
+                # A mask of zeros would hide everything.
+                return torch.ones_like(value) if value.dtype == torch.bool else fill(value.detach())
+
+            return tree_map_only(torch.Tensor, made, tuple(given[0]))
+
+        if self.real:
+            both = [given] if again is None else [given, again]
+            return [(copied(tuple(args)), copied(dict(kwargs))) for args, kwargs in both]
+        first, second = given[1], (given if again is None else again)[1]
+        return [
+            (filled(torch.zeros_like), copied(dict(first))),
+            (filled(torch.ones_like), copied(dict(second))),
+        ]
+
+    def _run_on(self, trial: Given) -> Any:
+        with _unchanged(self.module):
+            return self.module(*trial[0], **trial[1])
+
+    def _on_data(self, trials: Sequence[Given], trained: bool) -> list[LocalValue]:
+        found = []
+        for trial in trials:
+            described = _described(as_tuple(self._run_on(trial), self.what), False)
+            found.append(
+                [replace(each, requires_grad=trained and each.dtype.is_floating_point) for each in described]
+            )
+        first, last = found[0], found[-1]
+        if first != last:
+            kinds = ("of one micro-batch", "of another") if self.real else ("of zeros", "of ones")
             raise LayoutError(
-                f"{what}: the module's output does not match its layout {layout}: rank {rank} has a "
-                f"local shape of {tuple(local[rank])}, "
-                f"a tensor of shape {tuple(shape)} would have {tuple(expected)} there (uneven sizes "
-                "follow torch.chunk). "
-                "Check output_placements, leave the batch dimension unflattened, or, where ranks have "
-                "different numbers of rows, pad them and send their counts as another output "
-                '(docs/pipelining.md, "Outputs of different sizes")',
-                rank=rank,
+                f"{self.what}: the shapes of its outputs depend on its data: "
+                f"{[each.shape for each in first]} {kinds[0]}, {[each.shape for each in last]} {kinds[1]}. "
+                "What leaves a stage has one shape for all micro-batches of a size: pad it; or give "
+                "output_args= if real data always have one shape"
             )
-    return tuple(shape)
+        return first
+
+    def _refusal(self, fake: Exception, real: Exception) -> LayoutError:
+        values = "its micro-batch" if self.real else "zeros"
+        also = "" if fake is real else f"; on {values} {type(real).__name__}: {real}"
+        return LayoutError(
+            f"{self.what}: its output shapes could not be inferred ({type(fake).__name__}: {fake}{also}). "
+            "Mend the module, or, if only fake values are at fault, give output_args= with tensors (meta "
+            "device will do) of the local shapes of one micro-batch"
+        )
 
 
-def with_empty(
-    known: Mapping[int, Sequence[int]], layout: Layout, data_dims: Sequence[int]
-) -> dict[int, Sequence[int]]:
-    """Local shapes of a value on all ranks, given those of the ranks that have samples.
+def check_call(module: torch.nn.Module, count: int | None, names: Collection[str], what: str) -> None:
+    """Raises LayoutError where the module cannot be called so, as Python would once it runs.
 
-    A rank that has none has the shape of one that differs from it in the data-parallel dimensions only, with
-    no rows where the value is split by samples.
+    count: how many positional arguments it gets; None where that is not known yet. what: names the stage.
     """
-    if len(known) == len(layout.ranks):
-        return dict(known)
-    ranks = torch.tensor(layout.ranks).reshape(layout.mesh_shape)
-    by_samples = any(layout.placements[dim] == Shard(0) for dim in data_dims)
-    found: dict[int, Sequence[int]] = {}
-    for rank in layout.ranks:
-        if rank in known:
-            found[rank] = known[rank]
-            continue
-        place = (ranks == rank).nonzero()[0].tolist()
-        alike = ranks[tuple(slice(None) if dim in data_dims else at for dim, at in enumerate(place))]
-        like = next((int(each) for each in alike.flatten() if int(each) in known), next(iter(known)))
-        found[rank] = [0, *known[like][1:]] if by_samples else known[like]
-    return found
-
-
-def can_be_faked(module: torch.nn.Module, *, exactly: bool = True) -> bool:
-    """Returns whether the module runs on fake tensors as FSDP2 would run it: with one module for each group
-    of parameters. exactly: with the types that FSDP2 computes in too, so without casts."""
-    for part in fsdp_parts(module):
-        state: Any = part._get_fsdp_state()
-        if len(state._modules) > 1:
-            return False
-        parameters = [each for group in fsdp_groups(part) for each in group.fsdp_params]
-        if exactly and any(each.mp_policy.param_dtype is not None for each in parameters):
-            return False
-    return True
-
-
-def fake_state(
-    module: torch.nn.Module, fake: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Parameters and buffers on fake tensors, under the mode that `fake` is of; those of FSDP2 gathered."""
-    managed: dict[int, Any] = {
-        id(each.sharded_param): each
-        for part in fsdp_parts(module)
-        for group in fsdp_groups(part)
-        for each in group.fsdp_params
-    }
-
-    def gathered(value: torch.Tensor) -> torch.Tensor:
-        found = managed[id(value)]
-        whole = torch.empty(found._orig_size, dtype=value.dtype, device=value.device)
-        # Tensor parallelism stays. Releases of torch differ in the name of its layout.
-        spec: Any = getattr(found, "_unsharded_dtensor_spec", None) or getattr(found, "_tp_spec", None)
-        if spec is not None:
-            whole = DTensor.from_local(
-                whole, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-            )
-        return whole.requires_grad_(value.requires_grad)
-
-    return {
-        name: gathered(value) if id(value) in managed else fake(value)
-        for name, value in (*module.named_parameters(), *module.named_buffers())
-    }
-
-
-@contextmanager
-def without_fsdp(module: torch.nn.Module) -> Iterator[None]:
-    """Inside, the module runs without the hooks that fully_shard registered."""
-    before = []
-    for part in fsdp_parts(module):
-        for hooks in (part._forward_pre_hooks, part._forward_hooks):  # type: ignore[attr-defined]
-            before.append((hooks, list(hooks.items())))
-            for key in _own_hooks(part, hooks):
-                del hooks[key]
+    signature = _signature_of(module)
+    if signature is None:
+        return
+    given = dict.fromkeys(names)
     try:
-        yield
-    finally:
-        for hooks, items in before:
-            hooks.clear()
-            hooks.update(items)
+        if count is None:
+            signature.bind_partial(**given)
+        else:
+            signature.bind(*[None] * count, **given)
+    except TypeError as error:
+        raise LayoutError(
+            f"{what}: {type(module).__name__}.forward{signature} does not take the arguments of this call: "
+            f"{error}"
+        ) from error
 
 
-def _own_hooks(part: FSDPModule, hooks: Any) -> list[int]:
-    state = part._get_fsdp_state()
-    return [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is state]
-
-
-DataUse = Literal["if needed", "alone", "always"]
-
-
-@dataclass(frozen=True, slots=True)
-class Inferred:
-    """The way this rank runs its module on micro-batches of some shape, and what comes out.
-
-    outputs: None where the rank has no samples and only those that have some can tell.
-    stand_in: the rank has no samples, and the module cannot run without: it runs on a fake one.
-    copies: the module writes on its inputs in place, so it gets copies.
-    needs_data: fake tensors did not tell, and the module has to be run on others by all ranks of its stage.
-    """
-
-    outputs: list[LocalValue] | None
-    stand_in: bool = False
-    copies: bool = False
-    needs_data: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """The way a stage runs its module for micro-batches of one shape.
-
-    outputs: local shapes and types of what leaves the stage; None for the last. sums: those of them that are
-    pending sums over ranks with other samples. stand_in: see `Inferred`.
-    """
-
-    outputs: list[tuple[tuple[int, ...], torch.dtype]] | None = None
-    stand_in: bool = False
-    sums: frozenset[int] = frozenset()
+def _signature_of(module: torch.nn.Module) -> inspect.Signature | None:
+    """The signature by which `module` may be called; None where it is not known: hooks of the user may change
+    arguments."""
+    plain = getattr(module, "_orig_mod", module)  # below torch.compile
+    hooks = [*plain._forward_pre_hooks.values(), *torch.nn.modules.module._global_forward_pre_hooks.values()]
+    if any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in hooks):
+        return None
+    try:
+        return inspect.signature(plain.forward)
+    except (TypeError, ValueError):
+        return None
 
 
 def is_empty(values: Any) -> bool:
@@ -298,178 +396,23 @@ def stand_ins(values: Any, rows: int) -> Any:
     return tree_map_only(torch.Tensor, fill, values)
 
 
-def infer_outputs(
-    module: torch.nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    with_grad: bool,
-    what: str,
-    everywhere_empty: bool = False,
-    peers: Sequence[int] = (),
-    data: DataUse = "if needed",
-    real: bool = False,
-    again: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
-) -> Inferred:
-    """Runs `module` on fake tensors of the shapes of `args`: no data, no arithmetic, no change of buffers or
-    random state. Where that fails, and under FSDP2 with casts, it runs on values, as
-    torch.distributed.pipelining does: on those of a micro-batch that this rank has, and on zeros and on ones
-    in place of those that come from other stages; buffers and random state are put back.
-
-    Args:
-        everywhere_empty: no rank has samples of this micro-batch. Shapes then follow from those of one and of
-            two samples.
-        data: whether it may run on values. On these it communicates, so all ranks of a stage do so equally
-            often or none: "alone", which ends where it begins to communicate, until all of them know that one
-            has to, then "always".
-        peers: see `needs_stand_in`.
-        real: `args` have the values of a micro-batch, as `kwargs` always do; else only its shapes.
-        again: arguments of another micro-batch of these shapes, which must give the same shapes.
-
-    Raises:
-        LayoutError: with the cause, for a module that runs on neither, or whose shapes depend on its data;
-            also as `needs_stand_in`.
-    """
-    plain = getattr(module, "_orig_mod", module)  # below torch.compile
-    faked = can_be_faked(plain)
-    trained = with_grad and _trains(plain, args)
-
-    def run(
-        given: Sequence[Any], named: Mapping[str, Any], more: tuple[Sequence[Any], Mapping[str, Any]] | None
-    ) -> Inferred:
-        cause: Exception | None = None
-        for copies in (False, True) if faked else ():
-            try:
-                found = _on_fakes(plain, given, named, with_grad, copies, what)
-                if data != "always":
-                    return found
-                break
-            except LayoutError:
-                raise
-            except Exception as error:
-                cause = error
-                if not writes_on_input(error):
-                    break
-        trials = _trials(given, named, real, more)
-        seen = Collectives((), True)
-        try:
-            if data != "alone":
-                outputs = _on_data(plain, trials, trained, what, real)
-            elif any(True for _ in fsdp_parts(plain)):
-                return Inferred(None, needs_data=True)
-            else:
-                with forks.no_calls() as refused, seen:
-                    outputs = _on_data(plain, trials, trained, what, real)
-        except Exception as error:
-            if seen.found or (data == "alone" and refused):
-                return Inferred(None, needs_data=True)
-            if isinstance(error, LayoutError):
-                raise
-            raise _refusal(what, cause or error, error, real) from (cause or error)
-        if seen.found:  # and the module took the error for another
-            return Inferred(None, needs_data=True)
-        # Copies: without gradients it does not show whether the module writes on its inputs.
-        return Inferred(outputs, copies=True)
-
-    if not is_empty((args, kwargs)):
-        return run(args, kwargs, again)
-    # Whether it cannot run without samples shows on fakes alone; else it is run without.
-    stand_in = needs_stand_in(plain, args, kwargs, with_grad=with_grad, peers=peers, what=what, real=real)
-    if faked and not stand_in and data != "always":
-        try:
-            return _on_fakes(plain, args, kwargs, with_grad, False, what)
-        except Exception:  # it needs data
-            pass
-    found = []
-    for rows in (1, 2) if everywhere_empty else (1,):
-        (given, named), more = stand_ins(((args, dict(kwargs)), again), rows)
-        found.append(run(given, named, more))
-    copies = found[0].copies
-    if any(each.needs_data for each in found):
-        return Inferred(None, stand_in, needs_data=True)
-    if not everywhere_empty:
-        return Inferred(None, stand_in, copies)
-    one, two = (each.outputs for each in found)
-    assert one is not None and two is not None
-    outputs = [
-        replace(first, shape=tuple(2 * a - b for a, b in zip(first.shape, second.shape, strict=True)))
-        for first, second in zip(one, two, strict=True)
-    ]
-    return Inferred(outputs, stand_in, copies)
+def _has_none(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, DTensor)
+        and value.dim() > 0
+        and value.shape[0] == 0
+    )
 
 
-def needs_stand_in(
-    module: torch.nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    with_grad: bool,
-    peers: Sequence[int],
-    what: str,
-    real: bool = False,
-) -> bool:
-    """Returns whether a module runs with a fake sample, but not without any: on fake tensors, or, where these
-    do not show it (and without FSDP2, which communicates), on values, as `infer_outputs` does.
-
-    peers: the ranks that have the same samples. Raises LayoutError if the module communicates with others:
-    the fake sample would be taken for one of the batch.
-    """
-    plain = getattr(module, "_orig_mod", module)
-
-    def on_fakes(given: Sequence[Any], named: Mapping[str, Any]) -> None:
-        try:
-            _fake_outputs(plain, given, named, with_grad, False)
-        except Exception as error:
-            if not writes_on_input(error):
-                raise
-            _fake_outputs(plain, given, named, with_grad, True)
-
-    def on_data(given: Sequence[Any], named: Mapping[str, Any]) -> None:
-        values, by_name = _trials(given, named, real, None)[-1]
-        with _unchanged(plain):
-            plain(*values, **by_name)
-
-    # A collective on fakes reaches nobody; a real one would, and is stopped.
-    attempts = [(on_fakes, False)] if can_be_faked(plain, exactly=False) else []
-    if not any(True for _ in fsdp_parts(plain)):
-        attempts.append((on_data, True))
-    filled, named = stand_ins((tuple(args), dict(kwargs)), 1)
-    for attempt, stops in attempts:
-        if _outcome(attempt, args, kwargs, peers, stops=stops) != "fails":
-            return False
-        outcome = _outcome(attempt, filled, named, peers, stops=stops)
-        if outcome == "communicates":
-            raise LayoutError(
-                f"{what}: this rank has no samples of a micro-batch, the module does not run without, and it "
-                "communicates with ranks that have some, which would take a fake sample for one of the "
-                "batch: let it run on an empty batch, or give more samples than there are ranks"
-            )
-        if outcome == "runs":
-            return True
-    return False
-
-
-def _outcome(
-    run: Callable[[Sequence[Any], Mapping[str, Any]], None],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    peers: Sequence[int],
-    *,
-    stops: bool,
-) -> str:
-    """ "runs", "fails", or "communicates": with others than the peers, stopped there if need be."""
-    seen = Collectives(peers, stops)
-    try:
-        with seen:
-            run(args, kwargs)
-    except Exception:
-        return "communicates" if stops and seen.found else "fails"
-    return "communicates" if seen.found else "runs"
+def _trains(module: torch.nn.Module, args: Sequence[Any]) -> bool:
+    tensors = [*module.parameters(), *(each for each in args if isinstance(each, torch.Tensor))]
+    return any(tensor.requires_grad for tensor in tensors)
 
 
 class Collectives(TorchDispatchMode):
-    """Looks for collectives over other ranks than `peers`, but for those of FSDP2, which are of parameters.
-    stops: raises where one begins. A call of meshcast counts as well, whatever its ranks."""
+    """Looks for collectives over other ranks than `peers`, except those of FSDP2, which are of
+    parameters. stops: raises where one begins. A call of meshcast counts too, whatever its ranks."""
 
     supports_higher_order_operators = True
 
@@ -508,9 +451,19 @@ def _under_fsdp() -> bool:
     return False
 
 
+@contextmanager
+def buffers_kept(module: torch.nn.Module) -> Iterator[None]:
+    """Afterwards the module's buffers are as before: a running mean, say, has seen nothing."""
+    buffers = [(each, each.clone(), each._version) for each in module.buffers()]
+    yield
+    for buffer, before, version in buffers:
+        if buffer._version != version:
+            buffer.data.copy_(before)
+
+
 def without_stand_in(output: Any, way: Way) -> Any:
     """The outputs of a module that ran on `stand_ins`, as of no samples, still joined to what made them."""
-    if way.outputs is None:  # of the last stage nobody knows the shapes: the fake sample is the first row
+    if way.outputs is None:  # the shapes of the last stage are unknown: the fake sample is the first row
         return tree_map_only(
             torch.Tensor, lambda value: value[:0] if value.dim() and value.shape[0] == 1 else value, output
         )
@@ -526,118 +479,66 @@ def writes_on_input(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and "leaf Variable that requires grad" in str(error)
 
 
-def outputs_on_fakes(
-    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, with_grad: bool
-) -> Any:
-    """The outputs of a module on fake tensors; None where it does not run on them."""
-    plain = getattr(module, "_orig_mod", module)
-    for copies in (False, True) if can_be_faked(plain) else ():
-        try:
-            return _fake_outputs(plain, args, kwargs, with_grad, copies)[0]
-        except Exception as error:
-            if not writes_on_input(error):
-                break
-    return None
-
-
-def _has_none(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and not isinstance(value, DTensor)
-        and value.dim() > 0
-        and value.shape[0] == 0
-    )
-
-
-def _trains(module: torch.nn.Module, args: Sequence[Any]) -> bool:
-    tensors = [*module.parameters(), *(each for each in args if isinstance(each, torch.Tensor))]
-    return any(tensor.requires_grad for tensor in tensors)
-
-
-def _on_fakes(
-    module: torch.nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    with_grad: bool,
-    copies: bool,
-    what: str,
-) -> Inferred:
-    outputs, written = _fake_outputs(module, args, kwargs, with_grad, copies)
-    return Inferred(describe_values(as_tuple(outputs, what), with_grad), copies=copies or written)
-
-
-def _fake_outputs(
-    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], with_grad: bool, copies: bool
-) -> tuple[Any, bool]:
-    """The outputs of the module on fake tensors, and whether it wrote on its inputs."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.func import functional_call
-
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(with_grad):
-        fake = mode.from_tensor
-        state = fake_state(module, fake)
-        fake_args, fake_kwargs = tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs)))
-        if copies:
-            fake_args = tree_map_only(torch.Tensor, torch.clone, fake_args)
-        given = [value for value in tree_flatten(fake_args)[0] if isinstance(value, torch.Tensor)]
-        before = [value._version for value in given]
-        with without_fsdp(module):
-            outputs = functional_call(module, state, fake_args, fake_kwargs)
-        return outputs, before != [value._version for value in given]
-
-
-# Arguments that a module can be run with, positional and by name.
-_Trial = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def _trials(
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    real: bool,
-    again: tuple[Sequence[Any], Mapping[str, Any]] | None,
-) -> list[_Trial]:
-    """Returns what to run a module on: see `infer_outputs`. All tensors are copies, on which it may write."""
-
-    def copied(values: Any) -> Any:
-        return tree_map_only(torch.Tensor, lambda value: value.detach().clone(), values)
-
-    def filled(fill: Callable[..., torch.Tensor]) -> Any:
-        def made(value: torch.Tensor) -> torch.Tensor:
-            # A mask of zeros would hide everything.
-            return torch.ones_like(value) if value.dtype == torch.bool else fill(value.detach())
-
-        return tree_map_only(torch.Tensor, made, tuple(args))
-
-    other_args, other_kwargs = (args, kwargs) if again is None else again
-    if not real:
-        return [
-            (filled(torch.zeros_like), copied(dict(kwargs))),
-            (filled(torch.ones_like), copied(dict(other_kwargs))),
-        ]
-    found = [(copied(tuple(args)), copied(dict(kwargs)))]
-    return found if again is None else [*found, (copied(tuple(other_args)), copied(dict(other_kwargs)))]
-
-
-def _on_data(
-    module: torch.nn.Module, trials: Sequence[_Trial], trained: bool, what: str, real: bool
-) -> list[LocalValue]:
-    found = []
-    for given, named in trials:
-        with _unchanged(module):
-            outputs = module(*given, **named)
-        described = describe_values(as_tuple(outputs, what), False)
-        found.append(
-            [replace(each, requires_grad=trained and each.dtype.is_floating_point) for each in described]
+def _described(values: Sequence[torch.Tensor], with_grad: bool) -> list[LocalValue]:
+    """Local shapes of tensors or DTensors."""
+    described = []
+    for value in values:
+        placements = sent = None
+        local = value
+        if isinstance(value, DTensor):
+            placements, local = tuple(value.placements), value.to_local()
+            names = tuple(value.device_mesh.mesh_dim_names or ())
+            sent = SentDTensor(placements, tuple(value.shape), names, mesh_layout(value.device_mesh))
+        described.append(
+            LocalValue(tuple(local.shape), value.dtype, with_grad and value.requires_grad, placements, sent)
         )
-    first, last = found[0], found[-1]
-    if first != last:
-        kinds = ("of one micro-batch", "of another") if real else ("of zeros", "of ones")
-        raise LayoutError(
-            f"{what}: the shapes of its outputs depend on its data: {[each.shape for each in first]} "
-            f"{kinds[0]}, {[each.shape for each in last]} {kinds[1]}. What leaves a stage has one shape for "
-            "all micro-batches of a size: pad it; or give output_args= if real data always have one shape"
-        )
-    return first
+    return described
+
+
+def _fake_state(
+    module: torch.nn.Module, fake: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Parameters and buffers on fake tensors, under the mode that `fake` is of; those of FSDP2 gathered."""
+    managed: dict[int, Any] = {
+        id(each.sharded_param): each
+        for part in fsdp_parts(module)
+        for group in fsdp_groups(part)
+        for each in group.fsdp_params
+    }
+
+    def gathered(value: torch.Tensor) -> torch.Tensor:
+        found = managed[id(value)]
+        whole = torch.empty(found._orig_size, dtype=value.dtype, device=value.device)
+        # Tensor parallelism stays. Releases of torch differ in the name of its layout.
+        spec: Any = getattr(found, "_unsharded_dtensor_spec", None) or getattr(found, "_tp_spec", None)
+        if spec is not None:
+            whole = DTensor.from_local(
+                whole, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+            )
+        return whole.requires_grad_(value.requires_grad)
+
+    return {
+        name: gathered(value) if id(value) in managed else fake(value)
+        for name, value in (*module.named_parameters(), *module.named_buffers())
+    }
+
+
+@contextmanager
+def _without_fsdp(module: torch.nn.Module) -> Iterator[None]:
+    """Inside, the module runs without the hooks that fully_shard registered."""
+    before = []
+    for part in fsdp_parts(module):
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):  # type: ignore[attr-defined]
+            before.append((hooks, list(hooks.items())))
+            for key, hook in list(hooks.items()):
+                if getattr(hook, "__self__", None) is part._get_fsdp_state():
+                    del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, items in before:
+            hooks.clear()
+            hooks.update(items)
 
 
 @contextmanager
@@ -653,16 +554,5 @@ def _unchanged(module: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
-
-
-def _refusal(what: str, fake: Exception, real: Exception, on_batch: bool) -> LayoutError:
-    values = "its micro-batch" if on_batch else "zeros"
-    also = "" if fake is real else f"; on {values} {type(real).__name__}: {real}"
-    return LayoutError(
-        f"{what}: its output shapes could not be inferred ({type(fake).__name__}: {fake}{also}). Mend the "
-        "module, or, if only fake values are at fault, give output_args= with tensors (meta device will "
-        "do) of the local shapes of one micro-batch"
-    )
+        for part in fsdp_parts(module):
+            part.reshard()

@@ -13,9 +13,9 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.utils._pytree import tree_flatten
 
 from meshcast.errors import LayoutError
-from meshcast.pipelining.inference import local_values
-from meshcast.pipelining.parallel import GradientScale
-from meshcast.pipelining.table import RankStage
+from meshcast.pipelining.data_parallel import GradientScale
+from meshcast.pipelining.edge import RankStage
+from meshcast.pipelining.parallel import local_values
 
 __all__ = ["Sharding", "StepLoss", "microbatch_weights", "part_of"]
 

@@ -15,23 +15,27 @@ from typing import Any
 import torch
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate, split_args_kwargs_into_chunks
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from ..base.checks import dtype_name
 from ..errors import LayoutError
 from ..transfers.digest import pieces_digest
-from .compat import names_of_torch
+from ._utils import names_of_torch
+from .parallel import Placements, StageMesh
 
 __all__ = [
     "Leaf",
     "Pieces",
     "Values",
+    "check_shard",
     "cut",
     "digest_of",
     "divided",
     "extent",
     "is_mask",
+    "local_shard",
     "narrowed",
     "sizes_of_parts",
     "picked",
@@ -384,6 +388,34 @@ def _mask_of(mask: BlockMask, rows: Any, row_of: Any) -> BlockMask:
 def extent(value: Any, dim: int) -> int:
     """The size of a tensor or BlockMask in a dimension."""
     return int((value.kv_num_blocks if isinstance(value, BlockMask) else value).shape[dim])
+
+
+def check_shard(shape: Sequence[int], placements: Placements) -> None:
+    """Raises LayoutError for placements that an argument of step of this shape cannot have."""
+    for placement in placements:
+        if isinstance(placement, Replicate):
+            continue
+        if type(placement) is not Shard:
+            raise LayoutError(f"an argument of step can be placed by Shard and Replicate, found {placement}")
+        if not -len(shape) <= placement.dim < len(shape):
+            raise LayoutError(
+                f"{placement} of an argument of step with shape {tuple(shape)}: there is no such dimension"
+            )
+
+
+def local_shard(value: Any, mesh: StageMesh, placements: Placements) -> Any:
+    """This rank's part of a tensor or BlockMask that every rank has whole: a view, no copy. Cuts follow
+    torch.chunk; a shard may be empty. A BlockMask is cut by samples alone."""
+    if not is_mask(value):
+        check_shard(value.shape, placements)
+    for mesh_dim, placement in enumerate(placements):
+        if not isinstance(placement, Shard) or (is_mask(value) and placement.dim != 0):
+            continue
+        total = extent(value, placement.dim)
+        parts, index = mesh.shape[mesh_dim], mesh.coordinate[mesh_dim]
+        size, offset = Shard.local_shard_size_and_offset(total, parts, index)
+        value = narrowed(value, placement.dim, min(offset, total), size)
+    return value
 
 
 def divided(value: Any, dim: int, sizes: Sequence[int]) -> list[Any]:

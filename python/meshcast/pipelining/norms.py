@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,101 +21,68 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..base.checks import typed_arguments
-from ..errors import LayoutError, MeshcastError
-from .inference import local_values
+from ..errors import Caller, LayoutError, MeshcastError
+from .data_parallel import placed_gradient
+from .parallel import local_values
 from .stage import PipelineStage
 
-__all__ = [
-    "Counted",
-    "GradScaler",
-    "all_reduce_over",
-    "clip_grad_norm_",
-    "counted",
-    "grad_norm",
-    "outside_mesh",
-    "own_stages",
-    "parameters",
-]
+__all__ = ["GradScaler", "clip_grad_norm_", "grad_norm"]
 
 
-@dataclass(slots=True)
-class Counted:
-    """Local gradients that this rank counts: those to be added up in the pipeline's group, and those to be
-    added up over a mesh that is larger than the stage's first, after which `leads` adds the sum here."""
-
-    inside: list[torch.Tensor]
-    outside: dict[DeviceMesh, list[torch.Tensor]]  # the same meshes, in the same order, on all their ranks
-    leads: bool
+def _caller(op: str) -> Caller:
+    return Caller(op, dist.get_rank() if dist.is_initialized() else None)
 
 
-def own_stages(stages: Any, op: str) -> list[PipelineStage]:
-    """This rank's stages, ascending. Raises LayoutError unless they can be one rank's. op: names the
-    operation in errors."""
+def _own_stages(stages: Any) -> list[PipelineStage]:
+    """This rank's stages, ascending. Raises LayoutError unless they can be one rank's."""
     # A module may be iterable as well; it is named as a whole.
     several = isinstance(stages, Iterable) and not isinstance(stages, torch.nn.Module)
     listed = [*stages] if several else [stages]
-    where = f"rank {dist.get_rank()}, {op}" if dist.is_initialized() else op
     for stage in listed:
         if not isinstance(stage, PipelineStage):
             raise LayoutError(
-                f"{where}: expected a meshcast.pipelining.PipelineStage or a list of this rank's stages, "
-                f"found {type(stage).__name__}: give the stages that the schedule was made with"
+                "expected a meshcast.pipelining.PipelineStage or a list of this rank's stages, found "
+                f"{type(stage).__name__}: give the stages that the schedule was made with"
             )
     if not listed:
-        raise LayoutError(f"{where}: expected at least one stage, found none: give all stages of this rank")
+        raise LayoutError("expected at least one stage, found none: give all stages of this rank")
     for stage in listed[1:]:
         if stage.group is not listed[0].group:
             raise LayoutError(
-                f"{where}: expected stages of one pipeline, found different groups: stage "
-                f"{listed[0].stage_index} has {listed[0].group}, stage {stage.stage_index} has "
-                f"{stage.group}: call it once for each pipeline"
+                f"expected stages of one pipeline, found different groups: stage {listed[0].stage_index} has "
+                f"{listed[0].group}, stage {stage.stage_index} has {stage.group}: call it once for each "
+                "pipeline"
             )
     return sorted(listed, key=lambda stage: stage.stage_index)
 
 
-def parameters(stages: Sequence[PipelineStage]) -> list[torch.nn.Parameter]:
+def _parameters(stages: Sequence[PipelineStage]) -> list[torch.nn.Parameter]:
     """The parameters that are trained, each once, also where two stages have the same one."""
     found = (p for stage in stages for p in stage.submod.parameters())
     return list({id(p): p for p in found if p.requires_grad or p.grad is not None}.values())
 
 
-def counted(stages: Sequence[PipelineStage], op: str) -> Counted:
-    """The gradients that this rank counts. Collective over the mesh of a gradient that is a pending sum.
+def _copies(stages: Sequence[PipelineStage]) -> set[int]:
+    """Ids of the shared parameters that an earlier stage of the pipeline counts.
 
     Raises LayoutError before the first step, when the stages do not know yet who shares parameters.
     """
-    copies, first_copies = set(), set()
+    shared, first = set(), set()
     for stage in stages:
         if stage.sharing is None:
             # On every rank, also where nothing is shared: the others would wait for those that raise.
             raise LayoutError(
-                f"rank {stage.rank}, {op}: expected stages whose schedule has run, found stage "
-                f"{stage.stage_index} before its first step: call step, on every rank, before {op}",
-                rank=stage.rank,
-                op=op,
+                f"expected stages whose schedule has run, found stage {stage.stage_index} before its first "
+                "step: call step, on every rank, before this"
             )
         for key, parameter in stage.shared.items():
-            copies.add(id(parameter))
+            shared.add(id(parameter))
             if stage.stage_index == stage.sharing[key][0]:
-                first_copies.add(id(parameter))
-    # Stages of a rank have the same ranks, if in different shapes: one of them leads in all.
-    members = set(stages[0].mesh.ranks)
-    leader = min(members)
-    found = Counted([], {}, stages[0].rank == leader)
-    for parameter in parameters(stages):
-        if id(parameter) in copies and id(parameter) not in first_copies:
-            continue
-        mesh = outside_mesh(parameter, members)
-        # Also without a gradient here: other ranks of that mesh may have one.
-        into = found.inside if mesh is None else found.outside.setdefault(mesh, [])
-        if parameter.grad is not None:
-            gradient = _reduced(parameter)  # by all ranks of its mesh, whoever counts the result
-            if _counts(parameter, stages[0].rank, leader, outside=mesh is not None):
-                into.append(local_values(gradient))
-    return found
+                first.add(id(parameter))
+    return shared - first
 
 
-def outside_mesh(parameter: torch.nn.Parameter, members: set[int]) -> DeviceMesh | None:
+def _outside_mesh(parameter: torch.nn.Parameter, members: set[int]) -> DeviceMesh | None:
     """The parameter's mesh if it has other ranks than those of the stage: FSDP2 over the same stage of
     several pipelines."""
     if not isinstance(parameter.data, DTensor):
@@ -125,8 +91,8 @@ def outside_mesh(parameter: torch.nn.Parameter, members: set[int]) -> DeviceMesh
     return None if members.issuperset(mesh.mesh.flatten().tolist()) else mesh
 
 
-def all_reduce_over(
-    mesh: DeviceMesh | None, values: torch.Tensor, reduction: Any, stage: PipelineStage, op: str
+def _all_reduce_over(
+    mesh: DeviceMesh | None, values: torch.Tensor, reduction: Any, stage: PipelineStage
 ) -> None:
     """All-reduces over all dimensions of a mesh, one after the other; None: over the pipeline's group.
 
@@ -140,10 +106,8 @@ def all_reduce_over(
             dist.all_reduce(values, op=reduction, group=group)
     except RuntimeError as error:
         raise MeshcastError(
-            f"rank {stage.rank}, {op}: an all-reduce with the other ranks of the pipeline failed: "
+            "an all-reduce with the other ranks of the pipeline failed: "
             f"{(str(error).splitlines() or [''])[0]}. One of them may have ended: look at its own output",
-            rank=stage.rank,
-            op=op,
             phase="transfer",
         ) from error
 
@@ -162,16 +126,6 @@ def _counts(parameter: torch.nn.Parameter, rank: int, leader: int, *, outside: b
         return False
     placements = parameter.data.placements
     return all(at == 0 or not isinstance(p, Replicate) for at, p in zip(place[0], placements, strict=True))
-
-
-def _reduced(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The gradient laid out as the parameter is: pending sums are carried out."""
-    gradient: Any = parameter.grad
-    placed: Any = parameter.data
-    assert gradient is not None
-    if not isinstance(gradient, DTensor) or gradient.placements == placed.placements:
-        return gradient
-    return gradient.redistribute(placements=placed.placements)
 
 
 @typed_arguments()
@@ -204,7 +158,8 @@ def grad_norm(stages: PipelineStage | Sequence[PipelineStage], norm_type: float 
 
     As `torch.nn.utils.get_total_norm`, which sees the parameters of one stage.
     """
-    return _norm(own_stages(stages, "grad_norm"), norm_type, "grad_norm")
+    with _caller("grad_norm"):
+        return _norm(_own_stages(stages), norm_type)
 
 
 @typed_arguments()
@@ -241,31 +196,48 @@ def clip_grad_norm_(
 
     As `torch.nn.utils.clip_grad_norm_`, whose factor min(1, max_norm / (norm + 1e-6)) is taken.
     """
-    mine = own_stages(stages, "clip_grad_norm_")
-    norm = _norm(mine, norm_type, "clip_grad_norm_")
+    with _caller("clip_grad_norm_") as caller:
+        mine = _own_stages(stages)
+        norm = _norm(mine, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
-            f"rank {mine[0].rank}, clip_grad_norm_: expected a finite norm of order {norm_type} of the "
-            f"gradients of all stages, found {norm.item()}: skip this step, or give error_if_nonfinite=False "
-            "to scale by it anyway"
+            f"{caller}: expected a finite norm of order {norm_type} of the gradients of all stages, found "
+            f"{norm.item()}: skip this step, or give error_if_nonfinite=False to scale by it anyway"
         )
     # Local tensors in place of DTensors: torch does not scale a list with both.
-    local = [SimpleNamespace(grad=local_values(p.grad)) for p in parameters(mine) if p.grad is not None]
+    local = [SimpleNamespace(grad=local_values(p.grad)) for p in _parameters(mine) if p.grad is not None]
     scaled: Any = local
     torch.nn.utils.clip_grads_with_norm_(scaled, max_norm, norm, foreach)
     return norm
 
 
-def _norm(stages: Sequence[PipelineStage], norm_type: float, op: str) -> torch.Tensor:
-    order = _Order(norm_type, stages[0], op)
-    mine = counted(stages, op)
-    total = order.measure(mine.inside)
-    for mesh, gradients in mine.outside.items():
+def _norm(stages: Sequence[PipelineStage], norm_type: float) -> torch.Tensor:
+    order = _Order(norm_type, stages[0].device)
+    copies, rank = _copies(stages), stages[0].rank
+    # Stages of a rank have the same ranks, if in different shapes: one of them leads in all.
+    members = set(stages[0].mesh.ranks)
+    leader = min(members)
+    inside: list[torch.Tensor] = []  # to be added up in the pipeline's group
+    # To be added up over a mesh that is larger than the stage's first: the same meshes, in the same order, on
+    # all their ranks.
+    outside: dict[DeviceMesh, list[torch.Tensor]] = {}
+    for parameter in _parameters(stages):
+        if id(parameter) in copies:
+            continue
+        mesh = _outside_mesh(parameter, members)
+        # Also without a gradient here: other ranks of that mesh may have one.
+        into = inside if mesh is None else outside.setdefault(mesh, [])
+        if parameter.grad is not None:
+            gradient = placed_gradient(parameter)  # by all ranks of its mesh, whoever counts the result
+            if _counts(parameter, rank, leader, outside=mesh is not None):
+                into.append(local_values(gradient))
+    total = order.measure(inside)
+    for mesh, gradients in outside.items():
         of_mesh = order.measure(gradients)
-        all_reduce_over(mesh, of_mesh, order.reduction, stages[0], op)
-        if mine.leads:
+        _all_reduce_over(mesh, of_mesh, order.reduction, stages[0])
+        if rank == leader:
             total = order.join(total, of_mesh)
-    all_reduce_over(None, total, order.reduction, stages[0], op)
+    _all_reduce_over(None, total, order.reduction, stages[0])
     return order.norm(total)
 
 
@@ -276,22 +248,19 @@ class _Order:
     a maximum over ranks may lose.
     """
 
-    def __init__(self, norm_type: float, stage: PipelineStage, op: str) -> None:
+    def __init__(self, norm_type: float, device: torch.device) -> None:
         try:
             self._p = float(norm_type)
         except (TypeError, ValueError):
             self._p = math.nan
         if not self._p > 0:
             raise LayoutError(
-                f"rank {stage.rank}, {op}: expected a norm_type above 0 or inf, found {norm_type!r}: "
-                "give 2.0 for the Euclidean norm",
-                rank=stage.rank,
-                op=op,
+                f"expected a norm_type above 0 or inf, found {norm_type!r}: give 2.0 for the Euclidean norm"
             )
         self._largest = math.isinf(self._p)
-        self._device = stage.device
+        self._device = device
         # Not every device has float64.
-        self._dtype = torch.float64 if stage.device.type == "cpu" else torch.float32
+        self._dtype = torch.float64 if device.type == "cpu" else torch.float32
         self.reduction = dist.ReduceOp.MAX if self._largest else dist.ReduceOp.SUM
 
     def measure(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -363,7 +332,9 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        self._stages = own_stages(stages, "GradScaler")
+        self._caller = _caller("GradScaler")
+        with self._caller:
+            self._stages = _own_stages(stages)
         super().__init__(
             device or self._stages[0].device.type,
             init_scale=init_scale,
@@ -413,14 +384,15 @@ class GradScaler(torch.amp.GradScaler):
         float32, without dimensions, on the device of the stages."""
         if self._found is None:
             scale, _ = self._check_scale_growth_tracker("agreeing on infinities")
-            mine = parameters(self._stages)
+            mine = _parameters(self._stages)
             gradients = [parameter.grad for parameter in mine if parameter.grad is not None]
             found = _scale_and_check(gradients, torch.ones_like(scale), torch.zeros_like(scale))
             members = set(self._stages[0].mesh.ranks)
-            meshes = (outside_mesh(parameter, members) for parameter in mine)
-            for mesh in {mesh: None for mesh in meshes if mesh is not None}:  # in order, each once
-                all_reduce_over(mesh, found, dist.ReduceOp.MAX, self._stages[0], "GradScaler")
-            all_reduce_over(None, found, dist.ReduceOp.MAX, self._stages[0], "GradScaler")
+            meshes = (_outside_mesh(parameter, members) for parameter in mine)
+            with self._caller:
+                # In order, each once; then over the pipeline's group.
+                for mesh in [*dict.fromkeys(mesh for mesh in meshes if mesh is not None), None]:
+                    _all_reduce_over(mesh, found, dist.ReduceOp.MAX, self._stages[0])
             self._found = found
         return self._found
 
@@ -432,12 +404,12 @@ def _scale_and_check(
 
     On local tensors: for DTensors torch would all-reduce what it finds over their mesh, each time.
     """
-    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
         local = local_values(gradient)
         values = local._values() if local.is_sparse else local
-        alike.setdefault((values.device, values.dtype), []).append(values)
-    for (device, _), group in alike.items():
+        by_kind.setdefault((values.device, values.dtype), []).append(values)
+    for (device, _), group in by_kind.items():
         here = torch.zeros_like(found, device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(group, here, factor.to(device))
         found = torch.maximum(found, here.to(found.device))

@@ -1,69 +1,51 @@
-"""Layouts of a stage: its mesh, the placements of its inputs and outputs, and the local shards they mean.
+"""A stage as the other ranks must know it: its mesh, the placements of its inputs and outputs, and the values
+that leave it, local and whole.
 
-A stage's module: its data-parallel wrappers, DistributedDataParallel and FSDP2, and its shared parameters.
-
-Two uses are told apart by the ranks that a wrapper reduces gradients over.
-
-- The ranks that the stage splits its samples over (``mesh=``). The pipeline scales each rank's loss by its
-  share of the samples and *sums* gradients, once per step. Both wrappers would average, and after every
-  backward: DDP is looked through (the pipeline does its work), FSDP2 is told to sum, and to reduce in the
-  last backward of a step only.
-- Ranks of other pipelines, one for each data-parallel *column*, as in torch (``group=``): gradients are the
-  mean over the columns. FSDP2 takes it in the last backward, the pipeline for DDP when the step ends.
-
-The scale of a stage's gradients in a step, and their sums over its data-parallel ranks.
-
-A step's gradients are those of the sum, over ranks r and micro-batches m, of s(r, m) L(r, m): the mean loss
-of a rank, times its share. What the modules of a stage add to gradients by themselves (the auxiliary losses
-of routers) is one more term of L(r, m), with the same share, so a backward has to run in units of the rank's
-own L(r, m), not in those of the step. `GradientScale` says by what to multiply, and where.
-
-The gradient of the global mean is the *sum* over ranks, not the average: with averages, stages of different
-data-parallel degree would scale the gradients that cross between them by the ratio of their degrees.
+A gradient has the layout of its value, except for sums: where samples are split, each rank computes a part of
+the loss, so the gradient of what is whole there is a pending sum (`gradient_placements`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
+from torch.utils._pytree import tree_flatten
 
 from ..errors import LayoutError
 from ..layout import Layout
-from .microbatch import extent, is_mask, narrowed
+from ..transfers.medium import own_obstacle
 
 __all__ = [
-    "GradientScale",
-    "LastBackward",
+    "DataUse",
+    "Inferred",
+    "LocalValue",
+    "Placements",
+    "SentDTensor",
     "StageMesh",
     "ValuePlacements",
-    "Wrapped",
-    "average_gradients",
-    "check_shard",
-    "data_dims",
-    "fsdp_groups",
-    "fsdp_parts",
+    "Way",
+    "as_dtensor",
+    "as_tuple",
+    "current",
+    "split_dims",
+    "global_shape",
     "gradient_placements",
-    "hooks_at_the_end",
-    "kept_apart",
-    "local_shard",
-    "look_through",
-    "multiplied",
+    "local_values",
     "numbered_dims",
-    "shared_parameters_of",
+    "rows_of",
+    "stage_device",
     "stage_mesh",
-    "sum_gradients",
-    "trained_leaves",
+    "with_empty",
 ]
 
 
@@ -78,10 +60,6 @@ class StageMesh:
         self.shape = tuple(ranks.shape)
         self.ranks = [int(value) for value in ranks.flatten()]
         self.device_mesh = device_mesh
-        if rank not in self.ranks:
-            raise LayoutError(
-                f"rank {rank} makes a stage on a mesh of ranks {self.ranks}, which it is not in", rank=rank
-            )
         self.coordinate = tuple(int(value) for value in (ranks == rank).nonzero()[0])
         self._nested = ranks.tolist()
 
@@ -94,6 +72,21 @@ class StageMesh:
         index = tuple(slice(None) if dim in dims else at for dim, at in enumerate(self.coordinate))
         return [int(rank) for rank in torch.tensor(self._nested)[index].flatten()]
 
+    def parts(self, dims: Sequence[int]) -> int:
+        """The number of parts of what is split over these dimensions."""
+        return math.prod(self.shape[dim] for dim in dims)
+
+    def part(self, dims: Sequence[int]) -> int:
+        """The number of this rank's part, from 0."""
+        part = 0
+        for dim in dims:
+            part = part * self.shape[dim] + self.coordinate[dim]
+        return part
+
+    def dims_but(self, dims: Sequence[int]) -> list[int]:
+        """The other dimensions."""
+        return [dim for dim in range(len(self.shape)) if dim not in dims]
+
     def layout(self, placements: Placements) -> Layout:
         return Layout(self._nested, placements)
 
@@ -103,6 +96,11 @@ def stage_mesh(
 ) -> StageMesh:
     """The user's mesh, or without one the rank of the group that has the stage."""
     if mesh is not None:
+        if rank not in mesh.mesh:
+            raise LayoutError(
+                f"stage {stage_index}: mesh= has ranks {mesh.mesh.tolist()}, and not this one: make the "
+                "stage on its own ranks only"
+            )
         return StageMesh(mesh.mesh, rank, mesh)
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     if len(ranks) > num_stages:
@@ -150,7 +148,7 @@ class ValuePlacements:
         return self._each[index]
 
 
-def data_dims(placements: ValuePlacements) -> list[int]:
+def split_dims(placements: ValuePlacements) -> list[int]:
     """The mesh dimensions over which the samples of an input are split: data parallelism."""
     found = {
         dim for each in placements.listed() for dim, placement in enumerate(each) if placement == Shard(0)
@@ -158,8 +156,13 @@ def data_dims(placements: ValuePlacements) -> list[int]:
     return sorted(found)
 
 
-def numbered_dims(what: str, given: Sequence[int | str], mesh: StageMesh) -> list[int]:
-    """Mesh dimensions given by number or name. Raises LayoutError for one that the mesh does not have."""
+def numbered_dims(
+    what: str, given: Sequence[int | str] | None, mesh: StageMesh, default: list[int]
+) -> list[int]:
+    """Mesh dimensions given by number or name; None: `default`. Raises LayoutError for one that the mesh does
+    not have."""
+    if given is None:
+        return default
     names = getattr(mesh.device_mesh, "mesh_dim_names", None) or ()
     found = set()
     for each in [given] if isinstance(given, (int, str)) else given:
@@ -197,391 +200,176 @@ def gradient_placements(placements: Placements, summed: Sequence[int] = ()) -> P
     return tuple(found)
 
 
-def check_shard(shape: Sequence[int], placements: Placements) -> None:
-    """Raises LayoutError for placements that an argument of step of this shape cannot have."""
-    for placement in placements:
-        if isinstance(placement, Replicate):
-            continue
-        if type(placement) is not Shard:
-            raise LayoutError(f"an argument of step can be placed by Shard and Replicate, found {placement}")
-        if not -len(shape) <= placement.dim < len(shape):
-            raise LayoutError(
-                f"{placement} of an argument of step with shape {tuple(shape)}: there is no such dimension"
-            )
+@dataclass(frozen=True, slots=True)
+class SentDTensor:
+    """The data from which a rank of another stage makes the DTensor of its local part. There its mesh has
+    other ranks, but the same names of dimensions and the same layout (`compat.mesh_layout`)."""
 
-
-def local_shard(value: Any, mesh: StageMesh, placements: Placements) -> Any:
-    """This rank's part of a tensor or BlockMask that every rank has whole: a view, no copy. Cuts follow
-    torch.chunk; a shard may be empty. A BlockMask is cut by samples alone."""
-    if not is_mask(value):
-        check_shard(value.shape, placements)
-    for mesh_dim, placement in enumerate(placements):
-        if not isinstance(placement, Shard) or (is_mask(value) and placement.dim != 0):
-            continue
-        total = extent(value, placement.dim)
-        parts, index = mesh.shape[mesh_dim], mesh.coordinate[mesh_dim]
-        size, offset = Shard.local_shard_size_and_offset(total, parts, index)
-        value = narrowed(value, placement.dim, min(offset, total), size)
-    return value
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]  # of the whole
+    names: tuple[str, ...]
+    layout: tuple[Any, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Wrapped:
-    """module: the one that computes. columns: the group that gradients are averaged over, where DDP joins
-    pipelines."""
+class LocalValue:
+    """One output of one micro-batch on one rank. placements, sent: of a DTensor, else None."""
 
-    module: Any
-    columns: dist.ProcessGroup | None = None
-
-
-def look_through(
-    module: torch.nn.Module,
-    mesh: StageMesh,
-    data_dims: Sequence[int],
-    pipeline: Sequence[int],
-    what: str,
-) -> Wrapped:
-    """Finds the wrappers, and tells FSDP2 to sum where it reduces inside the stage.
-
-    pipeline: all ranks of the pipeline.
-
-    Raises LayoutError if a DDP or FSDP2 module reduces over other ranks than those that the stage splits its
-    samples over, unless these are of other pipelines.
-    """
-    if isinstance(module, DistributedDataParallel):
-        ranks = dist.get_process_group_ranks(module.process_group)
-        inside = _is_inside(ranks, mesh, data_dims, pipeline, f"{what}: DistributedDataParallel")
-        return Wrapped(module.module, None if inside else module.process_group)
-    for part in fsdp_parts(module):
-        for group in fsdp_groups(part):
-            ranks = group.mesh_info.mesh.mesh.flatten().tolist()
-            if _is_inside(ranks, mesh, data_dims, pipeline, f"{what}: FSDP2"):
-                group.gradient_divide_factor = 1.0
-                # Else the factor would be multiplied inside the reduction, which gloo cannot.
-                group.force_sum_reduction_for_comms = True
-    return Wrapped(module)
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    placements: tuple[Placement, ...] | None = None
+    sent: SentDTensor | None = None
 
 
-def fsdp_parts(module: torch.nn.Module) -> Iterator[FSDPModule]:
-    """The modules that fully_shard was applied to."""
-    return (part for part in module.modules() if isinstance(part, FSDPModule))
+def as_tuple(values: Any, what: str) -> tuple[torch.Tensor, ...]:
+    """The tensors of an output. Raises LayoutError unless it is a tensor or a sequence of tensors."""
+    listed = (values,) if isinstance(values, torch.Tensor) else values
+    found = tuple(listed) if isinstance(listed, (tuple, list)) else ()
+    if not found or not all(isinstance(value, torch.Tensor) for value in found):
+        kinds = [type(value).__name__ for value in found] or type(values).__name__
+        raise LayoutError(f"{what}: values that leave a stage must be tensors, found {kinds}")
+    return found
 
 
-def fsdp_groups(part: FSDPModule) -> list[Any]:
-    """FSDP2's groups of parameters; releases of torch differ in how many a module has."""
-    state: Any = part._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return list(groups)
+def local_values(value: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor or plain tensor, its values in memory: a functional collective (there are
+    some inside tensor-parallel modules) returns a stand-in that has none until it is waited for."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def trained_leaves(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Returns where autograd adds up gradients: parameters, and what FSDP2 gathers them into."""
-    leaves = list(module.parameters())
-    for part in fsdp_parts(module):
-        for group in fsdp_groups(part):
-            gathered = (getattr(each, "_unsharded_param", None) for each in group.fsdp_params)
-            leaves += [each for each in gathered if each is not None]
-    return list({id(each): each for each in leaves}.values())
-
-
-def _is_inside(
-    ranks: Sequence[int], mesh: StageMesh, data_dims: Sequence[int], pipeline: Sequence[int], what: str
-) -> bool:
-    """Returns whether these are the ranks that the stage splits its samples over; False: they are of other
-    pipelines."""
-    expected = mesh.along(data_dims)
-    if sorted(ranks) == sorted(expected):
-        return True
-    if len(set(ranks) & set(pipeline)) == 1 and len(ranks) > 1:
-        return False
-    raise LayoutError(
-        f"{what} reduces gradients over ranks {sorted(ranks)}, but the stage splits its samples over "
-        f"ranks {sorted(expected)}: give the stage the same mesh= and input_placements= (or data_dims=), or, "
-        "for one pipeline in each data-parallel column, a group= without the other ranks; this one has ranks "
-        f"{list(pipeline)}"
+def as_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh | None, placements: Placements, shape: Sequence[int]
+) -> torch.Tensor:
+    """The DTensor of this shape that a local shard belongs to."""
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
 
 
-class LastBackward:
-    """Tells FSDP2 which backward of a step is the last. Does nothing for other modules."""
-
-    def __init__(self, module: Any) -> None:
-        self._parts = list(fsdp_parts(module))
-        self._left = 0
-
-    @property
-    def active(self) -> bool:
-        return bool(self._parts)
-
-    def begin_step(self, microbatches: int, *, finalize: bool = True) -> None:
-        """finalize: its last backward is the last; else a later step's is."""
-        self._left = microbatches if finalize else microbatches + 1
-        self.reshard()  # a forward outside may have left parameters gathered
-
-    def reshard(self) -> None:
-        """Makes the module hold its own shards again. A forward without a backward leaves some gathered, and
-        gradients are those of the shards."""
-        for part in self._parts:
-            part.reshard()
-
-    def before_backward(self) -> None:
-        """Once per micro-batch."""
-        self._left -= 1
-        last = self._left == 0
-        for part in self._parts:
-            part.set_is_last_backward(last)
-            part.set_requires_gradient_sync(last, recurse=False)
-            # Gathered parameters stay between the micro-batches of a step.
-            part.set_reshard_after_backward(last, recurse=False)
+def rows_of(values: Sequence[Any]) -> int | None:
+    """Samples that the first tensor has here."""
+    for value in tree_flatten(values)[0]:
+        if isinstance(value, torch.Tensor) and value.dim():
+            return int(local_values(value).shape[0])
+    return None
 
 
-def shared_parameters_of(
-    stage: int, named: Mapping[str, str], module: torch.nn.Module
-) -> dict[str, torch.nn.Parameter]:
-    """The parameters by key. Raises LayoutError naming the one that is missing or laid out over ranks."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    # torch.compile(module) puts "_orig_mod." before its parameters' names, which its user does not write.
-    parameters |= {name.replace("_orig_mod.", ""): each for name, each in parameters.items()}
-    for key, name in named.items():
-        if name not in parameters:
+DataUse = Literal["if needed", "alone", "always"]
+
+
+@dataclass(frozen=True, slots=True)
+class Inferred:
+    """The way this rank runs its module on micro-batches of some shape, and what comes out.
+
+    outputs: None where the rank has no samples, and ranks with samples determine them.
+    stand_in: the rank has no samples, and the module cannot run without: it runs on a fake one.
+    copies: the module writes on its inputs in place, so it gets copies.
+    needs_data: fake tensors were not enough: all ranks of the stage have to run the module on values.
+    """
+
+    outputs: list[LocalValue] | None
+    stand_in: bool = False
+    copies: bool = False
+    needs_data: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The way a stage runs its module for micro-batches of one shape.
+
+    outputs: local shapes and types of what leaves the stage; None for the last. sums: those of them that are
+    pending sums over ranks with other samples. stand_in: see `Inferred`.
+    """
+
+    outputs: list[tuple[tuple[int, ...], torch.dtype]] | None = None
+    stand_in: bool = False
+    sums: frozenset[int] = frozenset()
+
+
+def global_shape(layout: Layout, local: Mapping[int, Sequence[int]], what: str) -> tuple[int, ...]:
+    """The global shape of a value from the local shape on each rank of its mesh.
+
+    Raises LayoutError if no shape laid out this way has these shards, naming the rank whose shard differs.
+    """
+    dims = {len(shape) for shape in local.values()}
+    if len(dims) != 1:
+        raise LayoutError(f"{what}: its ranks have tensors of different dimensions: {dict(local)}")
+    ndim = dims.pop()
+    cuts: list[int | None] = []  # the dimension that each mesh dimension cuts
+    for placement in layout.placements:
+        cut = placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
+        if cut is not None and not -ndim <= cut < ndim:
             raise LayoutError(
-                f"stage {stage}, shared parameter {key!r}: the module has no parameter {name!r}"
+                f"{what}: {placement} does not fit a tensor of {ndim} dimensions; its local shape is {local}"
             )
-        if isinstance(parameters[name].data, DTensor):
+        cuts.append(None if cut is None else cut % ndim)
+    mesh = StageMesh(torch.tensor(layout.ranks).reshape(layout.mesh_shape), layout.ranks[0])
+    shape = []
+    for dim in range(ndim):
+        along = mesh.along([mesh_dim for mesh_dim, cut in enumerate(cuts) if cut == dim])
+        shape.append(sum(local[rank][dim] for rank in along))
+    for rank, expected in layout.local_shapes(shape).items():
+        if tuple(local[rank]) != tuple(expected):
             raise LayoutError(
-                f"stage {stage}, shared parameter {key!r}: {name!r} is a DTensor; a shared parameter must be "
-                "whole on every rank of its stages"
+                f"{what}: the module's output does not match its layout {layout}: rank {rank} has a "
+                f"local shape of {tuple(local[rank])}, "
+                f"a tensor of shape {tuple(shape)} would have {tuple(expected)} there (uneven sizes "
+                "follow torch.chunk). "
+                "Check output_placements, leave the batch dimension unflattened, or, where ranks have "
+                "different numbers of rows, pad them and send their counts as another output "
+                '(docs/pipelining.md, "Outputs of different sizes")',
+                rank=rank,
             )
-    return {key: parameters[name] for key, name in named.items()}
+    return tuple(shape)
 
 
-_ONE = Fraction(1)
-_BUCKET_BYTES = 32 << 20  # gradients travel together up to this size: fewer messages, bounded extra memory
+def with_empty(
+    known: Mapping[int, Sequence[int]], layout: Layout, data_dims: Sequence[int]
+) -> dict[int, Sequence[int]]:
+    """Local shapes of a value on all ranks, given those of the ranks that have samples.
 
-
-@dataclass(slots=True)
-class GradientScale:
-    """The factors of gradients in one step of a stage, on one rank.
-
-    Let s be the share of a micro-batch on this rank: ``parts`` (its part of the samples) times ``weights``
-    (of the micro-batch in the step). Between stages gradients are ``unit`` times those of the step, where
-    unit is the number of micro-batches that have samples. Before a backward, gradients of outputs are
-    divided by ``ratio`` = s unit. After it, gradients of inputs are multiplied by it, and gradients of
-    parameters by `late`, which is 1 where all ranks and micro-batches have equal shares. When the step ends,
-    those are multiplied by `end`, a constant of the step on all ranks of the stage. So stages of one rank
-    with equal micro-batches do what torch's do.
-
-    Attributes:
-        parts: for each micro-batch, the part of its samples that this rank has, exact.
-        weights: what each micro-batch counts in the step; their sum is 1. Or each is 1:
-            ``scale_grads=False``.
-        degree: over how many ranks the stage splits samples.
-        unit: see above; 1 with ``scale_grads=False``.
-        end: see above. None: the step's gradients are scaled as torch does it (`Gradients`).
-        column: by what the step counts more than on average among the pipelines that DDP or FSDP2 joins with
-            this one. sums: the same for losses that are sums, which `Gradients` divides by the mean weight.
+    A rank that has none has the shape of one that differs from it in the data-parallel dimensions only, with
+    no rows where the value is split by samples.
     """
-
-    parts: Sequence[Fraction] = ()
-    weights: Sequence[Fraction] = ()
-    degree: int = 1
-    unit: int = 1
-    end: Fraction | None = None
-    column: Fraction = _ONE
-    sums: Fraction = _ONE
-
-    @property
-    def counts(self) -> int:
-        """Returns how many micro-batches have samples."""
-        return sum(weight > 0 for weight in self.weights)
-
-    def is_uneven(self, microbatch: int) -> bool:
-        """Returns whether ranks of the stage have different shares of a micro-batch, as far as this rank's
-        share shows."""
-        return bool(self.parts) and self.parts[microbatch] * self.degree != 1
-
-    def ratio(self, microbatch: int, *, together: bool) -> Fraction:
-        """The share, in units of an equal one. together: the ranks exchange values inside the backward, whose
-        gradients must have one scale on all of them: each rank then has an equal share."""
-        if not self.parts:
-            return _ONE
-        part = Fraction(1, self.degree) if together else self.parts[microbatch]
-        return part * self.weights[microbatch] * self.unit
-
-    def late(self, ratio: Fraction) -> Fraction:
-        """Returns what multiplies the gradients of parameters right behind a backward."""
-        return ratio if self.end is None else ratio * self.column / (self.unit * self.end)
-
-    def whole(self, ratio: Fraction) -> Fraction:
-        """Returns what multiplies all other gradients that autograd adds up: of arguments of the step, of
-        parameters of the loss function. torch leaves these as they are."""
-        return _ONE if self.end is None else ratio * self.column / self.unit
-
-
-@contextmanager
-def multiplied(tensors: Iterable[torch.Tensor], factor: float) -> Iterator[None]:
-    """Inside, autograd multiplies what it adds to gradients of these tensors by `factor`."""
-
-    def hook(gradient: torch.Tensor) -> torch.Tensor:
-        # What counts nothing may be infinite: a mean over no samples.
-        return gradient * factor if factor else torch.zeros_like(gradient)
-
-    handles = [each.register_hook(hook) for each in tensors if each.requires_grad]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def hooks_at_the_end(
-    modules: Iterable[torch.nn.Module],
-) -> Iterator[Callable[[Iterable[torch.nn.Parameter]], None]]:
-    """Inside, the users' ``register_post_accumulate_grad_hook`` hooks of the modules' parameters do not run.
-
-    The block gets a function that runs those of some parameters, once, for it to call where their gradients
-    are final. FSDP2 and autograd would call them for each micro-batch.
-    """
-    held: dict[int, tuple[dict[int, Any], dict[int, Any]]] = {}
-    for module in modules:
-        for parameter in module.parameters():
-            hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
-            if hooks and id(parameter) not in held:
-                held[id(parameter)] = hooks, dict(hooks)
-                # In place: handles of the user go on removing them, and autograd has this very object.
-                hooks.update(dict.fromkeys(hooks, _no_hook))
-
-    def restore(identity: int) -> Mapping[int, Any]:
-        hooks, given = held.pop(identity, ({}, {}))
-        hooks.update({number: hook for number, hook in given.items() if number in hooks})
-        return {number: hook for number, hook in given.items() if number in hooks}
-
-    def run(parameters: Iterable[torch.nn.Parameter]) -> None:
-        for parameter in parameters:
-            hooks = restore(id(parameter))
-            for hook in hooks.values() if parameter.grad is not None else ():
-                hook(parameter)
-
-    try:
-        yield run
-    finally:
-        for identity in list(held):
-            restore(identity)
-
-
-def _no_hook(_: torch.Tensor) -> None:
-    pass
-
-
-def sum_gradients(parameters: Sequence[torch.nn.Parameter], mesh: StageMesh, dims: Sequence[int]) -> None:
-    """All-reduces each ``grad`` over the given dimensions of the stage's mesh, called by all its ranks.
-
-    A parameter that has a gradient on some ranks only gets it on all; one that has none anywhere keeps None.
-    A DTensor parameter is reduced over those of the dimensions that its own mesh does not span, and a pending
-    reduction inside its mesh is carried out.
-    """
-    groups = {dim: mesh.device_mesh.get_group(dim) for dim in dims if mesh.shape[dim] > 1}
-    _reduce(parameters, groups, lambda parameter: _not_spanned(parameter, mesh, tuple(groups)))
-
-
-def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Each ``grad`` becomes the mean over a group whose ranks hold the same parameters."""
-    _reduce(parameters, {0: group}, lambda _: (0,))
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.div_(group.size())
-
-
-@contextmanager
-def kept_apart(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Inside, parameters have no gradients of earlier steps; afterwards these are added again."""
-    earlier = {
-        id(parameter): (parameter, parameter.grad)
-        for module in modules
-        for parameter in module.parameters()
-        if parameter.grad is not None
-    }
-    for parameter, _ in earlier.values():
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in earlier.values():
-            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-
-
-def _reduce(
-    parameters: Sequence[torch.nn.Parameter], groups: dict[int, dist.ProcessGroup], dims_of: Any
-) -> None:
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained or not groups:
-        return
-    _complete(trained, list(groups.values()))
-    by_kind: dict[tuple[tuple[int, ...], torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for parameter in trained:
-        if parameter.grad is None:
+    if len(known) == len(layout.ranks):
+        return dict(known)
+    ranks = torch.tensor(layout.ranks).reshape(layout.mesh_shape)
+    by_samples = any(layout.placements[dim] == Shard(0) for dim in data_dims)
+    found: dict[int, Sequence[int]] = {}
+    for rank in layout.ranks:
+        if rank in known:
+            found[rank] = known[rank]
             continue
-        local, over = _local_gradient(parameter), dims_of(parameter)
-        if over and local.numel():
-            by_kind.setdefault((over, local.dtype, local.device), []).append(local)
-    for (over, _, _), gradients in by_kind.items():
-        for bucket in _buckets(gradients):
-            _sum_bucket(bucket, [groups[dim] for dim in over])
+        others = StageMesh(ranks, rank).along(data_dims)
+        like = next((each for each in others if each in known), next(iter(known)))
+        found[rank] = [0, *known[like][1:]] if by_samples else known[like]
+    return found
 
 
-def _complete(parameters: Sequence[torch.nn.Parameter], groups: Sequence[dist.ProcessGroup]) -> None:
-    """Gives zeros to a parameter that only other ranks have a gradient of, so that all ranks reduce the same
-    tensors."""
-    have = torch.tensor(
-        [parameter.grad is not None for parameter in parameters],
-        dtype=torch.int32,
-        device=parameters[0].device,
-    )
-    for group in groups:
-        dist.all_reduce(have, op=dist.ReduceOp.MAX, group=group)
-    for parameter, anywhere in zip(parameters, have.tolist(), strict=True):
-        if anywhere and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+def stage_device(what: str, device: Any, mesh: DeviceMesh | None) -> torch.device:
+    """The device of a stage; of "cuda" without a number the current one. what: names the stage in errors.
+    mesh: of the user, if any. Raises LayoutError where this process cannot use it, or the mesh is on
+    another."""
+    found = torch.device(device)
+    if found.type == "cuda":
+        reason = own_obstacle(copies_only=False)
+        if reason:
+            raise LayoutError(f"{what}: device is {device}, but {reason}")
+        count = torch.cuda.device_count()
+        if found.index is None:
+            found = torch.device("cuda", torch.cuda.current_device())
+        elif found.index >= count:
+            raise LayoutError(f"{what}: device is {device}, but this process sees {count} GPUs, cuda:0 first")
+    if mesh is not None and mesh.device_type != found.type and "cuda" in (mesh.device_type, found.type):
+        raise LayoutError(
+            f"{what}: device is {found}, but mesh= is on {mesh.device_type}: make both the same"
+        )
+    return found
 
 
-def _local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    if not isinstance(gradient, DTensor):
-        return gradient
-    assert isinstance(parameter.data, DTensor)
-    if gradient.placements != parameter.data.placements:
-        gradient = parameter.grad = gradient.redistribute(placements=parameter.data.placements)
-    return gradient.to_local()
-
-
-def _not_spanned(parameter: torch.nn.Parameter, mesh: StageMesh, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """The given dimensions that the parameter's own mesh does not span. Meshes are compared by their ranks:
-    names are the user's, and need not be there."""
-    if not isinstance(parameter.data, DTensor):
-        return dims
-    own = set(parameter.data.device_mesh.mesh.flatten().tolist())
-    return tuple(dim for dim in dims if not own.issuperset(mesh.along([dim])))
-
-
-def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    buckets: list[list[torch.Tensor]] = [[]]
-    size = 0
-    for gradient in gradients:
-        if buckets[-1] and size + gradient.nbytes > _BUCKET_BYTES:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(gradient)
-        size += gradient.nbytes
-    return buckets
-
-
-def _sum_bucket(bucket: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGroup]) -> None:
-    flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-    for group in groups:
-        dist.all_reduce(flat, group=group)
-    for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
-        gradient.copy_(summed.view(gradient.shape))
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one: what a transfer finds where a rank has no shard that names it."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -27,9 +27,9 @@ from ..errors import LayoutError, MeshcastError
 from ..transfers.handle import Handle
 from .action import Action, ActionKind, Link
 from .compat import Gathering, parts_of, torch_action, windows, with_gathering
-from .inference import Way, as_tuple, local_values
+from .edge import RankStage
+from .parallel import Way, as_tuple, local_values
 from .recipe import GivenOrder
-from .table import RankStage
 from .trace import GpuClock, Trace
 from .wiring import Arrival, EdgeTransfers, Wiring, as_input
 

@@ -23,14 +23,16 @@ from ..transfers.transfer import PersistentTransfer
 from .action import Action, Actions, Link
 from .board import PipelineBoard, Refused
 from .compat import FSDP_DEFAULTS, Gathering, scales_without_loss
-from .edge import links_of
+from .data_parallel import hooks_at_the_end
+from .edge import checked, links_of, reduce_once
 from .gradients import PAIRS_ARE_FINAL, Gradients
 from .microbatch import Pieces
-from .parallel import hooks_at_the_end
+from .orders import check_size
+from .parallel import current
 from .recipe import GivenOrder, Recipe
 from .runtime import Runtime, functions_for, functions_of
 from .simulate import AutoWarmup, Budget, Span
-from .stage import PipelineStage, checked, current, reduce_once
+from .stage import PipelineStage
 from .step import StepCall, StepFeed, Wirings
 from .table import (
     StageTable,
@@ -152,6 +154,7 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
                 "shared_parameters need sync_gradients=True: their gradients are summed by step"
             )
         first = next(iter(self._mine.values()))
+        check_size(first.num_stages, self._n_microbatches)
         self._recipe = Recipe(
             self.name or "",
             first.num_stages,
@@ -578,7 +581,7 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
 
     def _end_step(self, runtime: Runtime, *, train: bool) -> None:
         for stage in self._mine.values() if not train else ():
-            stage.end_evaluation()
+            stage.free_parameters()
         self._steps += 1
         if train and self._recent is not None:
             self._recent.add(runtime.trace)

@@ -20,6 +20,7 @@ from typing_extensions import Unpack
 
 from ..base.checks import typed_arguments
 from ..errors import LayoutError, MeshcastError
+from ._utils import names_of_torch
 from .board import refusals_told
 from .compat import (
     FSDP_DEFAULTS,
@@ -30,12 +31,12 @@ from .compat import (
     load_order,
     lowered,
     lowers_by_itself,
-    names_of_torch,
     torch_order,
 )
+from .edge import check_kinds, group_of
 from .orders import build
 from .schedule import PipelineSchedule, ScheduleOptions
-from .stage import PipelineStage, check_kinds, group_of
+from .stage import PipelineStage
 from .step import StepCall
 
 if TYPE_CHECKING:

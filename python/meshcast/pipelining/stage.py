@@ -1,14 +1,19 @@
-"""PipelineStage: a module, its place in the pipeline and the mesh it runs on. Stages that torch traces (its
-Pipe) run here over the edges that the tracer found.
+"""PipelineStage: a module, its place in the pipeline and the mesh it runs on, with the forward and the
+backward of a micro-batch as methods of torch's stages. Stages that torch traces (its Pipe) run here over the
+edges that the tracer found.
 
 Other names of torch.distributed.pipelining.stage are found here, too.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,46 +22,58 @@ from torch.distributed import pipelining as torch_pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import stage as torch_stage
 from torch.distributed.pipelining._IR import _modify_graph_op_device
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_flatten
+from torch.distributed.tensor import Replicate
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from ..base import checks
 from ..base.checks import shown
-from ..errors import LayoutError
+from ..errors import Caller, LayoutError, MeshcastError
 from ..planning.plan import STRATEGIES
 from ..topology import Topology
-from ..transfers.medium import own_obstacle
+from ._backward import FixedScale, SplitBackward, hooks_made
+from ._utils import names_of_torch
 from .board import refusals_told
-from .compat import PipelineStageInfo, init_stage, names_of_torch
-from .edge import Edge, check_edges
+from .compat import PipelineStageInfo, init_stage, mesh_of
+from .data_parallel import (
+    GradientScale,
+    Wrappers,
+    average_gradients,
+    hooks_at_the_end,
+    input_gradient,
+    least_ratio,
+    seeded,
+    shared_parameters_of,
+    sum_gradients,
+)
+from .edge import Edge, check_edges, traced_edges
 from .inference import (
+    Collectives,
+    Examples,
+    Probe,
+    buffers_kept,
+    check_call,
+    stand_ins,
+    without_stand_in,
+    writes_on_input,
+)
+from .parallel import (
     DataUse,
     Inferred,
     LocalValue,
-    as_tuple,
-    describe_values,
-    infer_outputs,
-    is_empty,
-    local_values,
-    needs_stand_in,
-    outputs_on_fakes,
-    rows_of,
-)
-from .orders import check_size
-from .parallel import (
     Placements,
+    SentDTensor,
     ValuePlacements,
-    average_gradients,
-    fsdp_groups,
-    fsdp_parts,
-    look_through,
+    Way,
+    as_dtensor,
+    as_tuple,
+    local_values,
     numbered_dims,
-    shared_parameters_of,
+    rows_of,
+    split_dims,
+    stage_device,
     stage_mesh,
-    sum_gradients,
 )
-from .parallel import data_dims as split_dims
-from .stage_compute import StageCompute
 
 __all__ = [
     "Pipe",
@@ -64,47 +81,29 @@ __all__ = [
     "PipelineStageInfo",
     "_PipelineStage",
     "build_stage",
-    "check_kinds",
-    "checked",
-    "current",
-    "group_of",
     "pipeline",
-    "reduce_once",
-    "stage_device",
 ]
-
-
-def stage_device(what: str, device: Any, mesh: DeviceMesh | None) -> torch.device:
-    """The device of a stage; of "cuda" without a number the current one. what: names the stage in errors.
-    mesh: of the user, if any. Raises LayoutError where this process cannot use it, or the mesh is on
-    another."""
-    found = torch.device(device)
-    if found.type == "cuda":
-        reason = own_obstacle(copies_only=False)
-        if reason:
-            raise LayoutError(f"{what}: device is {device}, but {reason}")
-        count = torch.cuda.device_count()
-        if found.index is None:
-            found = torch.device("cuda", torch.cuda.current_device())
-        elif found.index >= count:
-            raise LayoutError(f"{what}: device is {device}, but this process sees {count} GPUs, cuda:0 first")
-    if mesh is not None and mesh.device_type != found.type and "cuda" in (mesh.device_type, found.type):
-        raise LayoutError(
-            f"{what}: device is {found}, but mesh= is on {mesh.device_type}: make both the same"
-        )
-    return found
-
-
-def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a GPU the current one: what a transfer finds where a rank has no shard that names it."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 _T = TypeVar("_T")
+_MakeContext = Callable[[PipelineStageInfo], AbstractContextManager[None]]
 
 
-class PipelineStage(StageCompute):
+@dataclass(slots=True)
+class _Forward:
+    """The state that a forward leaves for the backward of its micro-batch, in addition to ``fwd_cache``.
+
+    hooks: the number of hooks that there were before it. hooked: it made some. trained: the arguments of the
+    step, which are no parameters of the module, that get gradients.
+    """
+
+    hooks: int = 0
+    hooked: bool = False
+    trained: list[torch.Tensor] = field(default_factory=list)
+
+
+class PipelineStage(torch_stage.PipelineStage):
     """One stage of a pipeline, as this rank runs it.
 
     It is a stage of torch.distributed.pipelining, with its attributes and methods. What differs is where
@@ -127,7 +126,7 @@ class PipelineStage(StageCompute):
         group: the ranks of the whole pipeline, all stages together; default: the default group.
         dw_builder: as in torch: called behind the backward of a micro-batch, it returns the function that
             computes the gradients of the weights. Without it a backward is split without help of the module.
-        get_mesh: as in torch: the mesh, on ranks of this pipeline and of others beside it, of DTensors that
+        get_mesh: as in torch: the mesh, on ranks of this pipeline and of parallel ones, of DTensors that
             the stage before this one returns. Each rank gets the part of its own pipeline.
         mesh: the ranks of this stage, any shape. None: one rank, as in torch: number ``stage_index`` of
             ``group``, or the calling rank where the group has fewer ranks than there are stages. Stages that
@@ -150,8 +149,7 @@ class PipelineStage(StageCompute):
             parameter (tied embeddings): each has a copy, equal at the start, and after a step each copy gets
             the sum of the gradients of all.
         strategy, topology: of the transfers between stages, as `meshcast.plan` takes them; the same on every
-            rank. Without a topology rates are assumed. How long a transfer may take says ``timeout`` of the
-            schedule.
+            rank. Without a topology rates are assumed. The schedule's ``timeout`` limits each transfer.
 
     Raises:
         LayoutError: naming the argument that is wrong.
@@ -199,20 +197,21 @@ class PipelineStage(StageCompute):
         if isinstance(output_grads, dist.ProcessGroup):
             # torch 2.11 has group and dw_builder in these places, and nothing of DTensors.
             group, dw_builder, output_grads, input_grads = output_grads, input_grads, None, None
+        where = f"stage {stage_index}"
         with refusals_told(group, stage_index):
             if not 0 <= stage_index < num_stages:
                 raise LayoutError(f"stage_index must be in 0..{num_stages - 1}, found {stage_index}")
-            where = f"stage {stage_index}"
             if mesh is not None and get_mesh is not None:
                 raise LayoutError(
                     f"{where}: get_mesh is not used here: with mesh= the placements say what arrives"
                 )
             self.input_examples = None if input_args is None else as_tuple(input_args, f"{where}, input_args")
-            self.output_examples = (
-                None if output_args is None else as_tuple(output_args, f"{where}, output_args")
-            )
+            outputs = None if output_args is None else as_tuple(output_args, f"{where}, output_args")
+            self._examples = Examples(outputs, rows_of(self.input_examples or ())) if outputs else None
             device = stage_device(where, device, mesh)
-            self.mesh = stage_mesh(stage_index, num_stages, group, mesh, dist.get_rank())
+            self.rank = dist.get_rank()
+            self._where = f"rank {self.rank}, stage {stage_index}"
+            self.mesh = stage_mesh(stage_index, num_stages, group, mesh, self.rank)
             init_stage(
                 self,
                 submodule,
@@ -221,67 +220,433 @@ class PipelineStage(StageCompute):
                 mesh=mesh,
                 device=device,
                 input_args=self.input_examples,
-                output_args=self.output_examples,
+                output_args=outputs,
                 output_grads=output_grads,
                 input_grads=input_grads,
                 group=group,
                 dw_builder=dw_builder,
                 get_mesh=get_mesh,
             )
-            self.rank = dist.get_rank()
-            self.input_placements = ValuePlacements(
-                f"stage {stage_index}, input_placements", input_placements, self.mesh
-            )
+            self.input_placements = ValuePlacements(f"{where}, input_placements", input_placements, self.mesh)
             self.output_placements = ValuePlacements(
-                f"stage {stage_index}, output_placements", output_placements, self.mesh
+                f"{where}, output_placements", output_placements, self.mesh
             )
             self.edges = None if edges is None else check_edges(edges, num_stages)
             if use_dtensor and mesh is None:
-                raise LayoutError(f"stage {stage_index}: use_dtensor needs mesh=")
+                raise LayoutError(f"{where}: use_dtensor needs mesh=")
             self.use_dtensor = use_dtensor
-            self.strategy = checks.choice(f"stage {stage_index}: strategy", strategy, STRATEGIES)
+            self.strategy = checks.choice(f"{where}: strategy", strategy, STRATEGIES)
             self.topology = topology
             self.data_dims_given, self.loss_dims_given = data_dims is not None, loss_dims is not None
-            self.data_dims = (
-                split_dims(self.input_placements)
-                if data_dims is None
-                else numbered_dims(f"stage {stage_index}, data_dims", data_dims, self.mesh)
-            )
-            self.loss_dims = (
-                self.data_dims
-                if loss_dims is None
-                else numbered_dims(f"stage {stage_index}, loss_dims", loss_dims, self.mesh)
-            )
-            # A DTensor says by its own placements what is still to be summed.
+            by_default = split_dims(self.input_placements)
+            self.data_dims = numbered_dims(f"{where}, data_dims", data_dims, self.mesh, by_default)
+            self.loss_dims = numbered_dims(f"{where}, loss_dims", loss_dims, self.mesh, self.data_dims)
+            # The placements of a DTensor show what is still to be summed.
             self.summed_dims = [] if use_dtensor else self.data_dims
-            self._columns: dist.ProcessGroup | None = None
             self.learn_wrappers()
-            self.reduced_elsewhere: set[int] = set()  # ids of parameters that an earlier stage here has too
-            self._example_rows: int | None = None
             self._shared_names = dict(shared_parameters or {})
             shared_parameters_of(stage_index, self._shared_names, self.submod)  # checks them
-            # The stages of each shared parameter, ascending; the schedule tells once the ranks agreed.
-            self.sharing: Mapping[str, Sequence[int]] | None = None
-            self._begin_compute()
+        # The stages of each shared parameter, ascending; the schedule sets it once the ranks agreed.
+        self.sharing: Mapping[str, Sequence[int]] | None = None
+        self.reduced_elsewhere: set[int] = set()  # ids of parameters that an earlier stage here has too
+        self._forward_contexts: OrderedDict[int, _MakeContext] = OrderedDict()
+        # Given before each step.
+        self.ways: Sequence[Way] = ()  # of each micro-batch
+        self.scale = GradientScale()
+        self.seed_of: Callable[[int, Fraction], float] = lambda _number, _ratio: 1.0
+        self.loss_parameters: Sequence[torch.nn.Parameter] = ()  # of the loss function, none of the module's
+        # By micro-batch, from one action of a step to the next.
+        self._arrived: dict[int, list[Any]] = {}  # inputs
+        self._gradients: dict[int, Sequence[torch.Tensor | None]] = {}  # of the outputs
+        self._forwards: dict[int, _Forward] = {}
+        self._late: dict[int, SplitBackward] = {}  # those whose weight gradients are to come
+        self._stood_in = False  # whether a micro-batch of this step ran on stand_ins
+        self._watched: int | None = None  # the micro-batch of this step in which the module is looked at
+        # Learnt while the module runs. What compiled code exchanges cannot be seen.
+        self._together = any(  # whether it exchanges values with ranks that have other samples
+            hasattr(each, "_orig_mod") or each._compiled_call_impl is not None
+            for each in self.submod.modules()
+        )
+        self._fixed = FixedScale()
+        self.is_whole = False  # its backward cannot be split, of which the user was warned
 
     def learn_wrappers(self) -> None:
         """Looks for DDP and FSDP2, which may be put around the module, or into it, after the stage was made
         and before its schedule is."""
-        pipeline = dist.get_process_group_ranks(dist.group.WORLD if self.group is None else self.group)
-        where = f"stage {self.stage_index}"
-        wrapped = look_through(self.submod, self.mesh, self.data_dims, pipeline, where)
-        self.submod, self._columns = wrapped.module, wrapped.columns or self._columns
-        self._joining = self._joining_groups()
-        self._learn_module()
+        where, before = f"stage {self.stage_index}", getattr(self, "_wrappers", None)
+        self._wrappers = Wrappers(self.submod, self.mesh, self.data_dims, self.group, where, before)
+        self.submod = self._wrappers.module
+        # A module that writes on its inputs in place gets copies; FSDP2 could not try again.
+        self._writes_on_inputs = self.accumulates
+        self._calls_known: set[Any] = set()  # how the module may be called
 
     def learn_loss(self, loss_fn: Any) -> None:
         """A loss function may be a module with parameters, some of them those of the stage."""
-        given = list(loss_fn.parameters()) if isinstance(loss_fn, torch.nn.Module) else []
-        own = {id(each) for each in self.submod.parameters()} if given else set()
+        given = loss_fn.parameters() if isinstance(loss_fn, torch.nn.Module) else ()
+        own = {id(each) for each in self.submod.parameters()} if given else ()
         self.loss_parameters = [each for each in given if id(each) not in own]
 
     def __repr__(self) -> str:
         return f"<PipelineStage {self.stage_index} of {self.num_stages}, a {type(self.submod).__name__}>"
+
+    @property
+    def alone(self) -> bool:
+        """``True`` where the stage is one rank, as in torch: no mesh was given."""
+        return self.mesh.device_mesh is None
+
+    @property
+    def batch_parts(self) -> int:
+        """The number of parts into which the samples of a micro-batch are split: the data-parallel degree."""
+        return self.mesh.parts(self.data_dims)
+
+    @property
+    def batch_part(self) -> int:
+        """The number of the part that this rank has, from 0."""
+        return self.mesh.part(self.data_dims)
+
+    def output_layout(self, index: int, local: LocalValue) -> Placements:
+        """Placements of output `index`: those given, else those of the DTensor, else the default."""
+        if local.placements is None or self.output_placements.given or self.alone:
+            return self.output_placements[index]
+        return local.placements
+
+    def wrap(self, local: torch.Tensor, placements: Placements, shape: Sequence[int]) -> torch.Tensor:
+        """The DTensor on the stage's mesh that a local shard belongs to."""
+        return as_dtensor(local, self.mesh.device_mesh, placements, shape)
+
+    def as_before(self, local: torch.Tensor, sent: SentDTensor) -> torch.Tensor:
+        """The DTensor that the previous stage returned, of its local part."""
+        return as_dtensor(local, mesh_of(self, sent.names, sent.layout), sent.placements, sent.shape)
+
+    def register_forward_context(self, context_factory: _MakeContext) -> RemovableHandle:
+        """Registers a context for forwards, as in torch 2.15, under every release: ``context_factory(info)``
+        makes the context in which the module runs for a micro-batch. It is not entered for functions that
+        `register_custom_function` took, unless these call ``forward_one_chunk``.
+
+        Before the first step, where shapes are found, the module runs on fake tensors or zeros: `info` then
+        says ``is_metadata_inference`` and names micro-batch 0.
+
+        Returns:
+            A handle: ``handle.remove()`` ends it. One context at a time.
+
+        Raises:
+            LayoutError: it is no function.
+            MeshcastError: there is one already.
+
+        Example, on every rank::
+
+            from contextlib import contextmanager
+            from meshcast.pipelining import PipelineStage, ScheduleGPipe
+
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+            stage = PipelineStage(torch.nn.Linear(8, 8), rank, ranks, torch.device("cpu"))
+            ran = []
+
+            @contextmanager
+            def noted(info):
+                yield
+                if not info.is_metadata_inference:
+                    ran.append(info.microbatch_index)
+
+            handle = stage.register_forward_context(noted)
+            schedule = ScheduleGPipe(stage, 4)
+            schedule.step(*([torch.randn(8, 8)] if stage.is_first else []))
+            assert ran == [0, 1, 2, 3]
+            handle.remove()
+        """
+        with Caller("PipelineStage", self.rank):
+            if not callable(context_factory):
+                raise LayoutError(
+                    f"stage {self.stage_index}: context_factory must be a function that makes a context "
+                    f"manager, found {shown(context_factory)}"
+                )
+            if self._forward_contexts:
+                raise MeshcastError(
+                    f"stage {self.stage_index} has a forward context already: remove() its handle first"
+                )
+        handle = RemovableHandle(self._forward_contexts)
+        self._forward_contexts[handle.id] = context_factory
+        return handle
+
+    def _in_context(self, microbatch: int, run: Callable[[], _T], *, inferring: bool = False) -> _T:
+        """Returns what run() returns, inside the context, where there is one. Raises MeshcastError for a
+        context that swallows an error: there is no result then."""
+        if not self._forward_contexts:
+            return run()
+        (make,) = self._forward_contexts.values()
+        info = PipelineStageInfo(
+            stage_index=self.stage_index, microbatch_index=microbatch, is_metadata_inference=inferring
+        )
+        with make(info):
+            return run()
+        raise Caller("pipeline", self.rank).error(
+            MeshcastError,
+            f"the forward context of stage {self.stage_index} swallowed an error of its module in "
+            f"micro-batch {microbatch}, so there is no output: let it pass",
+        )
+
+    def infer(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        with_grad: bool,
+        empty: bool,
+        data: DataUse,
+        again: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
+    ) -> Inferred:
+        """Local shapes of the outputs of one micro-batch, and how to run the module for it. empty, data,
+        again: everywhere_empty, data, again of `Probe.outputs`."""
+        given = args, kwargs
+        peers = self.mesh.along(self.mesh.dims_but(self.data_dims))
+        probe = Probe(self.submod, self._where, with_grad, peers, real=self.is_first)
+
+        def look() -> Inferred:
+            if self.is_last:
+                # Without loss_dims=, its outputs show which samples or tokens the loss is taken of.
+                open_dims = [] if self.loss_dims_given else self.mesh.dims_but(self.loss_dims)
+                return probe.last(given, outputs=any(self.mesh.shape[dim] > 1 for dim in open_dims))
+            return probe.with_examples(given, self._examples, data, everywhere_empty=empty, again=again)
+
+        found = self._in_context(0, look, inferring=True)
+        self._writes_on_inputs = self._writes_on_inputs or found.copies
+        return found
+
+    @property
+    def accumulates(self) -> bool:
+        """``True`` where gradients can wait for a later step to be reduced: the module has parts under
+        FSDP2."""
+        return bool(self._wrappers.parts)
+
+    def begin_step(self, microbatches: int, *, finalize: bool = True) -> None:
+        """Before the first action of a step that trains. finalize: gradients are reduced in it."""
+        self._watched = None
+        self._wrappers.begin_step(microbatches, finalize=finalize)
+
+    def free_parameters(self) -> None:
+        """Makes FSDP2 hold the rank's own shards again, until the module runs next."""
+        self._wrappers.reshard()
+
+    def drop_stand_ins(self) -> None:
+        """After the last action of a step that trains: what only a fake sample met has gradients
+        of zeros, and an optimizer would take it for used."""
+        if self._stood_in and not self.accumulates:
+            for parameter in self.submod.parameters():
+                if parameter.grad is not None and not local_values(parameter.grad).any():
+                    parameter.grad = None
+        self._stood_in = False
+
+    def receive(self, microbatch: int, inputs: list[Any]) -> None:
+        """The inputs that a forward will take."""
+        self._arrived[microbatch] = inputs
+
+    def has_inputs(self, microbatch: int) -> bool:
+        return microbatch in self._arrived
+
+    def receive_gradients(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """One for each output, which a backward will take: local shards laid out by
+        `gradient_placements`; None where no gradient comes back."""
+        self._gradients[microbatch] = gradients
+
+    def has_gradients(self, microbatch: int) -> bool:
+        return microbatch in self._gradients
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Takes the outputs of the previous stage, which is on the same rank, as torch does."""
+        values = as_tuple(prev_stage_outputs, f"rank {self.rank}, stage {self.stage_index - 1}")
+        train = self.has_backward
+        self.receive(
+            mb_index, [each.detach().requires_grad_(train and each.requires_grad) for each in values]
+        )
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int
+    ) -> None:
+        """Takes the gradients that the next stage, which is on the same rank, has computed, as torch does."""
+        self.receive_gradients(mb_index, next_stage_bwd_outputs)
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
+        return self.bwd_cache.pop(mb_index)
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Runs the module for a micro-batch. args: of the first stage; others take what has arrived."""
+        inputs = list(args) if self.is_first else self._arrived.pop(fwd_chunk_id)
+        given, named = inputs, kwargs or {}
+        way = self.ways[fwd_chunk_id] if self.ways else Way()
+        hooks_before = hooks_made()
+        if way.stand_in:
+            self._stood_in = self._stood_in or self.has_backward
+            given, named = stand_ins((inputs, dict(named)), 1)
+
+        def run() -> Any:
+            copied = self._writes_on_inputs
+            values = tree_map_only(torch.Tensor, torch.clone, list(given)) if copied else given
+            return self.submod(*values, **named)
+
+        seen = self._watch(fwd_chunk_id)
+        with seen or nullcontext(), buffers_kept(self.submod) if way.stand_in else nullcontext():
+            try:
+                output = self._in_context(fwd_chunk_id, run)
+            except RuntimeError as error:
+                if self._writes_on_inputs or not writes_on_input(error):
+                    raise
+                self._writes_on_inputs = True  # now also on all ranks of the stage: they run the same module
+                output = self._in_context(fwd_chunk_id, run)
+        if seen is not None and seen.found:
+            self._together = True
+        if way.stand_in:
+            output = without_stand_in(output, way)
+        if self.is_last:
+            roots: tuple[Any, ...] = (output,)
+            if save_forward_output:
+                # As in torch: without a backward here, the caller may run one from what `step` returns.
+                self.output_chunks.append(
+                    tree_map_only(torch.Tensor, torch.Tensor.detach, output) if self.has_backward else output
+                )
+        else:
+            roots = as_tuple(output, self._where)
+        self.fwd_cache[fwd_chunk_id] = roots, inputs
+        if self.has_backward:
+            arguments = tree_leaves((inputs if self.is_first else (), named))
+            trained = [each for each in arguments if isinstance(each, torch.Tensor) and each.requires_grad]
+            self._forwards[fwd_chunk_id] = _Forward(hooks_before, hooks_made() != hooks_before, trained)
+        return output
+
+    def check_arguments(self, count: int | None, names: Collection[str]) -> None:
+        """`check_call` of the module, once for each kind of call."""
+        call = count, tuple(sorted(names))
+        if call not in self._calls_known:
+            with Caller("pipeline", self.rank):
+                check_call(self.submod, count, names, f"stage {self.stage_index}")
+            self._calls_known.add(call)
+
+    def loss_taken(self, microbatch: int) -> None:
+        """The last stage goes backward from its loss, which is part of the forward."""
+        forward = self._forwards[microbatch]
+        forward.hooked = hooks_made() != forward.hooks
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,  # noqa: ARG002  torch has it
+    ) -> None:
+        """Accumulates into the parameters' gradients. Those of the inputs are then in ``bwd_cache``, one for
+        each, local and in the layout of `gradient_placements`; None for an input that takes none.
+
+        full_backward: else only as far as the inputs need it; `backward_weight_one_chunk` does the rest.
+        """
+        outputs, inputs = self.fwd_cache.pop(bwd_chunk_id)
+        forward = self._forwards.pop(bwd_chunk_id, None) or _Forward()
+        inputs = [] if self.is_first else inputs
+        ratio = self.scale.ratio(bwd_chunk_id, together=self._together)
+        if self.is_last:
+            goes = loss is not None and loss.requires_grad
+            roots = [loss] if goes else []
+            seeds = [torch.full_like(loss, self.seed_of(bwd_chunk_id, ratio))] if goes else []
+        else:
+            gradients = self._gradients.pop(bwd_chunk_id)
+            ratio = ratio or least_ratio(gradients, any(self.scale.weights[bwd_chunk_id : bwd_chunk_id + 1]))
+            roots, seeds = seeded(outputs, gradients, ratio, self._copies)
+        others = [*forward.trained, *self.loss_parameters]
+        if roots:
+            self._fixed.learn(roots, others)
+        scaled = partial(self.scale.applied, ratio, self.submod, others)
+        splits = not full_backward and not self.accumulates
+        if not full_backward:
+            self.dw_runner[bwd_chunk_id] = lambda: None  # unless what follows leaves some gradients
+            if self.accumulates:
+                self._warn_whole("FSDP2 reduces gradients inside the backward")
+        seen = self._watch(bwd_chunk_id)
+        with seen or nullcontext():
+            if splits and self.dw_builder is None and roots:
+                needed = [each for each in inputs if isinstance(each, torch.Tensor) and each.requires_grad]
+                split = self._late[bwd_chunk_id] = SplitBackward(roots, seeds, needed, forward.hooked)
+                with scaled():
+                    split.input_gradients()
+                if split.whole:
+                    self._warn_whole(split.whole)
+
+                def late() -> None:
+                    with scaled():
+                        split.weight_gradients()
+
+                self.dw_runner[bwd_chunk_id] = late
+            else:
+                self._wrappers.before_backward()
+                if roots:
+                    with scaled():
+                        torch.autograd.backward(roots, seeds)
+        if seen is not None and seen.found:
+            raise LayoutError(
+                "the module exchanges values in its backward, and not in its forward, with ranks that have "
+                "more or fewer samples of the micro-batch: their gradients would not fit together. Give all "
+                "ranks as many samples"
+            )
+        if self.dw_builder is not None:
+            run = partial(self.scale.run_scaled, ratio, self.submod, self.dw_builder())
+            if splits:
+                self.dw_runner[bwd_chunk_id] = run
+            else:
+                run()
+        self.bwd_cache[bwd_chunk_id] = tuple(
+            input_gradient(value, ratio, self.input_placements[index] if self.use_dtensor else None)
+            for index, value in enumerate(inputs)
+        )
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:  # noqa: ARG002
+        """Accumulates the gradients of the weights that `backward_one_chunk` left. Raises AssertionError, as
+        torch does, where that has not run."""
+        if bwd_chunk_id not in self.dw_runner:
+            raise AssertionError(
+                f"{self._where}: backward_weight_one_chunk of micro-batch {bwd_chunk_id} without "
+                "`backward_one_chunk(full_backward=False)` before it"
+            )
+        self._late.pop(bwd_chunk_id, None)
+        self.dw_runner.pop(bwd_chunk_id)()
+
+    def _watch(self, microbatch: int) -> Collectives | None:
+        """Looks, in the first micro-batch of a step whose shares differ from rank to rank, whether the module
+        exchanges values with the ranks of other shares. None: it needs no look."""
+        if self._together or not self.has_backward or not self.scale.is_uneven(microbatch):
+            return None
+        if self._watched not in (None, microbatch):
+            return None
+        self._watched = microbatch
+        return Collectives(self.mesh.along(self.mesh.dims_but(self.data_dims)), stops=False)
+
+    def tell_added(self, factor: float) -> None:
+        """`FixedScale.warn`, at the end of a step."""
+        self._fixed.warn(factor, f"rank {self.rank}: stage {self.stage_index}")
+
+    def _warn_whole(self, reason: str) -> None:
+        """Warns, once, that the backward is not split."""
+        if not self.is_whole:
+            self.is_whole = True
+            warnings.warn(
+                f"rank {self.rank}: the backward of stage {self.stage_index} is not split, so its weight "
+                f"gradients are not delayed: {reason}",
+                stacklevel=3,
+            )
+
+    def _copies(self, output: int) -> int:
+        """The number of data-parallel ranks that each have all of this output."""
+        placements = self.output_placements[output]
+        return self.mesh.parts([dim for dim in self.data_dims if isinstance(placements[dim], Replicate)])
+
+    def clear_runtime_states(self) -> None:
+        """Drops what a step has kept."""
+        super().clear_runtime_states()
+        kept = (self.bwd_cache, self.dw_runner, self._arrived, self._gradients, self._forwards, self._late)
+        for each in kept:
+            each.clear()
+        self._stood_in = False
 
     def scale_grads(self, grad_scale_factor: float | torch.Tensor) -> None:
         """Divides all that is in ``grad``, as torch does; what several stages of a rank hold, only once. A
@@ -292,32 +657,14 @@ class PipelineStage(StageCompute):
                     local_values(each.grad).div_(grad_scale_factor)
 
     def over_columns(self, *values: float) -> torch.Tensor:
-        """The means of the values over the pipelines that DDP or FSDP2 joins with this one (`columns`), in
-        float64, on the device of the stage; without such the values. Called by all ranks that are joined."""
-        device = self.device if self._joining else torch.device("cpu")
+        """The means of the values over the pipelines that DDP or FSDP2 joins with this one, in float64, on
+        the device of the stage; without such the values. Called by all ranks that are joined."""
+        device = self.device if self.joins_pipelines else torch.device("cpu")
         means = torch.tensor(values, dtype=torch.float64, device=device)
-        for group in self._joining:
+        for group in self._wrappers.joined:
             dist.all_reduce(means, group=group)
             means /= group.size()
         return means
-
-    def _joining_groups(self) -> list[dist.ProcessGroup]:
-        """The groups whose ranks, taken together, are all that this stage is joined with in other
-        pipelines."""
-        if self._columns is not None:
-            return [self._columns]
-        own = set(dist.get_process_group_ranks(dist.group.WORLD if self.group is None else self.group))
-        for part in self.submod.modules():
-            if isinstance(part, DistributedDataParallel) and not own.issuperset(
-                dist.get_process_group_ranks(part.process_group)
-            ):
-                return [part.process_group]
-        meshes = [group.mesh_info.mesh for part in fsdp_parts(self.submod) for group in fsdp_groups(part)]
-        outside = [mesh for mesh in meshes if not own.issuperset(mesh.mesh.flatten().tolist())]
-        if not outside:
-            return []
-        widest = max(outside, key=lambda mesh: mesh.size())  # the first one of several
-        return [widest.get_group(dim) for dim in range(widest.ndim) if widest.size(dim) > 1]
 
     @property
     def shared(self) -> dict[str, torch.nn.Parameter]:
@@ -331,30 +678,14 @@ class PipelineStage(StageCompute):
         return [each for each in self.submod.parameters() if id(each) not in self.reduced_elsewhere]
 
     @property
-    def batch_parts(self) -> int:
-        """The number of parts into which the samples of a micro-batch are split: the data-parallel degree."""
-        parts = 1
-        for dim in self.data_dims:
-            parts *= self.mesh.shape[dim]
-        return parts
-
-    @property
-    def batch_part(self) -> int:
-        """The index of the part that this rank has, from 0 to ``batch_parts`` - 1."""
-        part = 0
-        for dim in self.data_dims:
-            part = part * self.mesh.shape[dim] + self.mesh.coordinate[dim]
-        return part
-
-    @property
     def reduces(self) -> bool:
         """``True`` where `sync_gradients` has something to do."""
-        return self.batch_parts > 1 or self._columns is not None
+        return self.batch_parts > 1 or self._wrappers.columns is not None
 
     @property
     def joins_pipelines(self) -> bool:
         """``True`` where DDP or FSDP2 joins the stage with ranks of other pipelines."""
-        return bool(self._joining)
+        return bool(self._wrappers.joined)
 
     def sync_gradients(self) -> None:
         """Sums the gradients of the parameters over the data-parallel ranks of the stage; inside
@@ -364,186 +695,17 @@ class PipelineStage(StageCompute):
         ``step`` does it unless the schedule was made with ``sync_gradients=False``. Hooks that
         ``register_post_accumulate_grad_hook`` has put on the parameters run behind it.
         """
-        self.reduce_gradients()
-        for parameter in self.own_parameters():
-            hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
-            for hook in list(hooks.values()) if hooks and parameter.grad is not None else ():
-                hook(parameter)
+        with hooks_at_the_end([self.submod]) as call_hooks:
+            self.reduce_gradients()
+            call_hooks(self.own_parameters())
 
     def reduce_gradients(self) -> None:
         """`sync_gradients` without hooks."""
         own = self.own_parameters()
         if self.batch_parts > 1:
             sum_gradients(own, self.mesh, self.data_dims)
-        if self._columns is not None:
-            average_gradients(own, self._columns)
-
-    def output_layout(self, index: int, local: LocalValue) -> Placements:
-        """Placements of output `index`: those given, else those of the DTensor, else the default."""
-        if local.placements is None or self.output_placements.given or self.alone:
-            return self.output_placements[index]
-        return local.placements
-
-    def infer(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        with_grad: bool,
-        empty: bool,
-        data: DataUse,
-        again: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
-    ) -> Inferred:
-        """Local shapes of the outputs of one micro-batch, and how to run the module for it. empty, data,
-        again: everywhere_empty, data, again of `infer_outputs`."""
-        rows, what = rows_of(args), f"rank {self.rank}, stage {self.stage_index}"
-        peers = self.mesh.along([dim for dim in range(len(self.mesh.shape)) if dim not in self.data_dims])
-        if self._example_rows is None:
-            self._example_rows = rows_of(self.input_examples) if self.input_examples else rows
-        known = self.output_examples is not None and rows == self._example_rows
-        found = None
-        if not self.is_last and not (known and data != "always"):
-            try:
-                found = self._probed(
-                    infer_outputs,
-                    args,
-                    kwargs,
-                    with_grad=with_grad,
-                    what=what,
-                    everywhere_empty=empty,
-                    peers=peers,
-                    data=data,
-                    real=self.is_first,
-                    again=again,
-                )
-            except LayoutError:
-                if self.output_examples is None:
-                    raise
-            if found is not None and (self.output_examples is None or not found.needs_data):
-                self._writes_on_inputs = self._writes_on_inputs or found.copies
-                return found
-        stand_in = is_empty((args, kwargs)) and self._probed(
-            needs_stand_in,
-            args,
-            kwargs,
-            with_grad=with_grad,
-            peers=peers,
-            what=what,
-            real=self.is_first,
-        )
-        if self.is_last:  # its outputs matter to the loss function alone
-            outputs = None
-            if self._may_split_loss():
-                outputs = self._probed(outputs_on_fakes, args, kwargs, with_grad=with_grad)
-            tensors = [each for each in tree_flatten(outputs)[0] if isinstance(each, torch.Tensor)]
-            return Inferred(describe_values(tensors, with_grad), stand_in)
-        try:
-            examples = self._examples(rows)
-        except LayoutError:
-            if found is None:
-                raise
-            return found  # which needs data
-        for index, value in enumerate(examples):
-            examples[index] = value.detach().requires_grad_(with_grad and value.is_floating_point())
-        return Inferred(describe_values(examples, with_grad), stand_in)
-
-    def _probed(self, look: Callable[..., _T], *args: Any, **named: Any) -> _T:
-        """Returns what look(module, ...) finds when it runs the module to learn about shapes."""
-        return self.in_context(0, lambda: look(self.submod, *args, **named), inferring=True)
-
-    def _may_split_loss(self) -> bool:
-        """Returns whether the last stage must look at its outputs to know which samples or tokens its loss
-        is taken of (wiring.py)."""
-        return not self.loss_dims_given and any(
-            size > 1 and dim not in self.loss_dims for dim, size in enumerate(self.mesh.shape)
-        )
-
-    def _examples(self, rows: int | None) -> list[torch.Tensor]:
-        """output_args as of a micro-batch with so many samples on this rank. Raises LayoutError where they do
-        not tell."""
-        examples, known = self.output_examples or (), self._example_rows
-        if rows == known:
-            return list(examples)
-        found = []
-        for value in examples:
-            if not known or rows is None or value.dim() == 0 or value.shape[0] % known:
-                raise LayoutError(
-                    f"rank {self.rank}, stage {self.stage_index}: output_args is of {known} samples, which "
-                    f"does not tell the shapes of {rows}: dimension 0 of {tuple(value.shape)} is no multiple"
-                )
-            size = value.shape[0] // known * rows
-            found.append(torch.empty((size, *value.shape[1:]), dtype=value.dtype, device="meta"))
-        return found
-
-
-def group_of(stages: object) -> Any:
-    """The process group of the pipeline that a stage, or several, are of, whatever was given for them."""
-    first = stages[0] if isinstance(stages, Sequence) and stages else stages
-    return getattr(first, "group", None)
-
-
-def check_kinds(stages: object) -> None:
-    """Raises LayoutError for what are no stages, or torch's own. Other subclasses of torch's base may be
-    looked at, but not run."""
-    if not isinstance(stages, Sequence) or not stages:
-        raise LayoutError(f"a schedule needs at least one stage on this rank, found {stages!r}")
-    for stage in stages:
-        if type(stage) in (torch_stage.PipelineStage, torch_stage._PipelineStage) or not isinstance(
-            stage, torch_stage._PipelineStageBase
-        ):
-            raise LayoutError(
-                f"stage must be a meshcast.pipelining.PipelineStage, found {type(stage).__name__} of "
-                f"{type(stage).__module__}: import it, pipeline and build_stage from meshcast.pipelining"
-            )
-
-
-def checked(stages: Sequence[PipelineStage], microbatches: int) -> dict[int, PipelineStage]:
-    """The stages by number, ascending. Raises LayoutError unless they can be one rank's."""
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int):
-        raise LayoutError(f"n_microbatches must be an integer, found {shown(microbatches)}")
-    if microbatches < 1:
-        raise LayoutError(f"n_microbatches must be at least 1, found {microbatches}")
-    check_size(stages[0].num_stages, microbatches)
-    first = stages[0]
-    for stage in stages[1:]:
-        for what, mine, theirs in (
-            ("num_stages", first.num_stages, stage.num_stages),
-            ("edges", first.edges, stage.edges),
-            ("group", first.group, stage.group),
-            ("mesh", sorted(first.mesh.ranks), sorted(stage.mesh.ranks)),
-            ("device", first.device, stage.device),
-        ):
-            if mine != theirs:
-                raise LayoutError(
-                    f"stages {first.stage_index} and {stage.stage_index} of rank {first.rank} have different "
-                    f"{what}: {mine} and {theirs}"
-                )
-    for stage in stages:
-        stage.learn_wrappers()
-    by_index = {stage.stage_index: stage for stage in stages}
-    if len(by_index) != len(stages):
-        raise LayoutError(f"rank {first.rank} makes a stage twice: {[s.stage_index for s in stages]}")
-    return dict(sorted(by_index.items()))
-
-
-def reduce_once(stages: Iterable[PipelineStage]) -> None:
-    """A parameter that several stages of this rank hold is left to the first. Raises LayoutError where they
-    would reduce its gradient over different ranks."""
-    owners: dict[int, PipelineStage] = {}
-    for stage in stages:
-        stage.reduced_elsewhere.clear()
-        for name, parameter in stage.submod.named_parameters():
-            first = owners.setdefault(id(parameter), stage)
-            if first is stage:
-                continue
-            mine, other = (each.mesh.along(each.data_dims) for each in (stage, first))
-            if sorted(mine) != sorted(other):
-                raise LayoutError(
-                    f"stages {first.stage_index} and {stage.stage_index} of rank {stage.rank} hold one "
-                    f"parameter, {name!r} of the latter, but split their samples over different ranks, "
-                    f"{other} and {mine}: give them the same mesh= and data_dims=, or copies and "
-                    "shared_parameters="
-                )
-            stage.reduced_elsewhere.add(id(parameter))
+        if self._wrappers.columns is not None:
+            average_gradients(own, self._wrappers.columns)
 
 
 class _PipelineStage(PipelineStage):
@@ -570,27 +732,11 @@ class _PipelineStage(PipelineStage):
         if not any(each.is_meta for each in stage_module.parameters()):
             stage_module.to(device)
         super().__init__(
-            stage_module, stage_index, pipe_info.num_stages, device, group=group, edges=_edges_between(nodes)
+            stage_module, stage_index, pipe_info.num_stages, device, group=group, edges=traced_edges(nodes)
         )
         self.node = nodes[stage_index]
         self.name = self.node.name
         self.submod_to_stage_index = {node.name: index for index, node in enumerate(nodes)}
-
-
-def _edges_between(nodes: list[Any]) -> list[Edge]:
-    """Arguments of a stage that are the model's own are given to it by name; the others are its inputs."""
-    number = {node: index for index, node in enumerate(nodes)}
-    edges = []
-    for stage, node in enumerate(nodes):
-        inputs = 0
-        for argument in node.args:
-            output, source = 0, argument
-            while source.target is operator.getitem:
-                source, output = source.args
-            if source in number:
-                edges.append(Edge(number[source], output, stage, inputs))
-                inputs += 1
-    return edges
 
 
 def build_stage(

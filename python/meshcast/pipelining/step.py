@@ -24,11 +24,24 @@ from torch.utils._pytree import tree_map, tree_map_only
 from ..errors import LayoutError
 from ..transfers.transfer import PersistentTransfer
 from .board import PipelineBoard
-from .inference import DataUse, Inferred, local_values
+from .data_parallel import GradientScale
+from .edge import RankStage
 from .loss import Sharding, StepLoss, microbatch_weights, part_of
-from .microbatch import Leaf, Pieces, Values, digest_of, divided, extent, is_mask, picked, sizes_of_parts
-from .parallel import GradientScale, Placements, check_shard, local_shard
-from .table import Claim, GivenValues, OpaqueValue, RankStage, StageTable, StepAnswer
+from .microbatch import (
+    Leaf,
+    Pieces,
+    Values,
+    check_shard,
+    digest_of,
+    divided,
+    extent,
+    is_mask,
+    local_shard,
+    picked,
+    sizes_of_parts,
+)
+from .parallel import DataUse, Inferred, Placements, local_values
+from .table import Claim, GivenValues, OpaqueValue, StageTable, StepAnswer
 from .wiring import Example, StageValue, Wiring, connect
 
 __all__ = ["StepCall", "StepFeed", "Wirings"]

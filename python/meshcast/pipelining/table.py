@@ -10,14 +10,12 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol
-
-import torch
+from typing import Any, NamedTuple, NoReturn
 
 from ..errors import Caller, LayoutError
 from ..layout import Layout
 from .board import PipelineBoard
-from .edge import Edge
+from .edge import Edge, RankStage
 
 __all__ = [
     "Claim",
@@ -25,7 +23,6 @@ __all__ = [
     "GivenValues",
     "OpaqueValue",
     "RankReport",
-    "RankStage",
     "StageTable",
     "StepAnswer",
     "StepReport",
@@ -34,74 +31,6 @@ __all__ = [
     "check_fit",
     "describe_stages",
 ]
-
-
-class RankStage(Protocol):
-    """The interface of a `PipelineStage` to what joins it with others and runs it."""
-
-    stage_index: int
-    num_stages: int
-    rank: int
-    device: torch.device
-    group: Any
-    mesh: Any
-    submod: torch.nn.Module
-    edges: tuple[Edge, ...] | None
-    input_placements: Any
-    input_examples: Any
-    data_dims: list[int]
-    loss_dims: list[int]
-    summed_dims: list[int]
-    data_dims_given: bool
-    loss_dims_given: bool
-    use_dtensor: bool
-    strategy: str
-    topology: Any
-    scale: Any
-    ways: Sequence[Any]
-    fwd_cache: dict[int, Any]
-    bwd_cache: dict[int, Any]
-    output_chunks: list[Any]
-
-    @property
-    def is_first(self) -> bool: ...
-    @property
-    def is_last(self) -> bool: ...
-    @property
-    def alone(self) -> bool: ...
-    @property
-    def accumulates(self) -> bool: ...
-    @property
-    def reduces(self) -> bool: ...
-    @property
-    def joins_pipelines(self) -> bool: ...
-    @property
-    def batch_parts(self) -> int: ...
-    @property
-    def batch_part(self) -> int: ...
-    @property
-    def shared(self) -> Mapping[str, torch.nn.Parameter]: ...
-
-    def infer(self, *args: Any, **kwargs: Any) -> Any: ...
-    def output_layout(self, *args: Any, **kwargs: Any) -> Any: ...
-    def wrap(self, *args: Any, **kwargs: Any) -> Any: ...
-    def as_before(self, *args: Any, **kwargs: Any) -> Any: ...
-    def check_arguments(self, *args: Any, **kwargs: Any) -> Any: ...
-    def over_columns(self, *args: Any, **kwargs: Any) -> Any: ...
-    def free_parameters(self, *args: Any, **kwargs: Any) -> Any: ...
-    def drop_stand_ins(self, *args: Any, **kwargs: Any) -> Any: ...
-    def reduce_gradients(self, *args: Any, **kwargs: Any) -> Any: ...
-    def tell_added(self, *args: Any, **kwargs: Any) -> Any: ...
-    def scale_grads(self, *args: Any, **kwargs: Any) -> Any: ...
-    def own_parameters(self, *args: Any, **kwargs: Any) -> Any: ...
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any: ...
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any: ...
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any: ...
-    def receive(self, *args: Any, **kwargs: Any) -> Any: ...
-    def has_inputs(self, *args: Any, **kwargs: Any) -> Any: ...
-    def receive_gradients(self, *args: Any, **kwargs: Any) -> Any: ...
-    def has_gradients(self, *args: Any, **kwargs: Any) -> Any: ...
-    def clear_runtime_states(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class _StageReport(NamedTuple):

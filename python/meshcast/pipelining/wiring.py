@@ -27,10 +27,18 @@ from ..transfers.handle import Handle
 from ..transfers.transfer import DEFAULT_OPTIONS, PersistentTransfer, PlanOptions
 from .action import Link
 from .board import PipelineBoard, Refused
-from .edge import Delivery, Edge, bundles, check_edges, links_of, returns
-from .inference import DataUse, Inferred, LocalValue, SentDTensor, Way, global_shape, with_empty
-from .parallel import gradient_placements
-from .table import RankStage, StageTable
+from .edge import Delivery, Edge, RankStage, bundles, check_edges, links_of, returns
+from .parallel import (
+    DataUse,
+    Inferred,
+    LocalValue,
+    SentDTensor,
+    Way,
+    global_shape,
+    gradient_placements,
+    with_empty,
+)
+from .table import StageTable
 
 __all__ = [
     "Arrival",
@@ -458,7 +466,7 @@ def _inferred(
     args, others = example.args, None if again is None else again.args
     if not stage.is_first:
         args = others = _examples(stage, _inputs(stage, table, table.edges, values))
-    more = None if again is None else (others, again.kwargs[index])
+    more = None if again is None or others is None else (others, again.kwargs[index])
     found: Inferred = stage.infer(
         list(args), example.kwargs[index], table.trains, example.everywhere_empty, data, more
     )

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 from ..pipelining._backward import children_first, saved_values
 from ..pipelining.action import Action, ActionKind, Actions, Costs, Link, ScheduleError, link_of, lower
 from ..pipelining.compat import order_of_torch, torch_order
-from ..pipelining.inference import local_values
 from ..pipelining.microbatch import Pieces
 from ..pipelining.orders import build
+from ..pipelining.parallel import local_values
 from ..pipelining.schedules import PipelineScheduleMulti
 from ..pipelining.simulate import SimulationReport, best_warmup, most_held, simulate_actions
 from ..pipelining.stage import PipelineStage

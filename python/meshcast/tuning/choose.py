@@ -20,8 +20,9 @@ from ..errors import AbortedError, Caller, LayoutError, MeshcastError
 from ..groups.parent import parent_group, seconds
 from ..pipelining.action import Link, ScheduleError, chain
 from ..pipelining.board import PipelineBoard, refusals_told
-from ..pipelining.edge import links_of
+from ..pipelining.edge import check_kinds, group_of, links_of
 from ..pipelining.microbatch import Pieces, cut
+from ..pipelining.parallel import current
 from ..pipelining.schedule import PipelineSchedule, ScheduleOptions
 from ..pipelining.schedules import (
     CLASSES,
@@ -30,7 +31,7 @@ from ..pipelining.schedules import (
     ScheduleInterleaved1F1B,
     ScheduleZBVZeroBubble,
 )
-from ..pipelining.stage import PipelineStage, check_kinds, current, group_of
+from ..pipelining.stage import PipelineStage
 from .candidates import (
     Candidate,
     Measured,

@@ -15,9 +15,16 @@ from meshcast.errors import LayoutError
 from meshcast.layout import Layout
 from meshcast.pipelining import Edge
 from meshcast.pipelining.board import PipelineBoard
-from meshcast.pipelining.inference import Inferred, LocalValue, infer_outputs, stand_ins, with_empty
+from meshcast.pipelining.inference import Probe, stand_ins
 from meshcast.pipelining.microbatch import cut
-from meshcast.pipelining.parallel import StageMesh, gradient_placements, numbered_dims
+from meshcast.pipelining.parallel import (
+    Inferred,
+    LocalValue,
+    StageMesh,
+    gradient_placements,
+    numbered_dims,
+    with_empty,
+)
 from meshcast.pipelining.table import (
     Claim,
     Dealt,
@@ -35,6 +42,12 @@ from torch import nn
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.microbatch import _Replicate as Whole
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+
+def infer_outputs(
+    module: nn.Module, args: list, kwargs: dict, *, with_grad: bool, what: str, real: bool = False, **how: Any
+) -> Inferred:
+    return Probe(module, what, with_grad, real=real).outputs((args, kwargs), **how)
 
 
 def said(**fields: Any) -> StepReport:
@@ -171,12 +184,13 @@ def test_gradients_of_whole_values_are_pending_sums_over_data_dimensions() -> No
 
 def test_mesh_dimensions_by_number_or_name() -> None:
     mesh = StageMesh(torch.arange(4).reshape(2, 2), 0, type("Mesh", (), {"mesh_dim_names": ("dp", "cp")}))
-    assert numbered_dims("x", ["cp", 0], mesh) == [0, 1]
-    assert numbered_dims("x", "cp", mesh) == [1]
-    assert numbered_dims("x", [], mesh) == []
+    assert numbered_dims("x", ["cp", 0], mesh, []) == [0, 1]
+    assert numbered_dims("x", "cp", mesh, []) == [1]
+    assert numbered_dims("x", [], mesh, [1]) == []
+    assert numbered_dims("x", None, mesh, [1]) == [1]
     for wrong in (2, -1, "tp"):
         with pytest.raises(LayoutError, match=r"x: expected mesh dimensions 0\.\.1 or .*'dp', 'cp'.*found"):
-            numbered_dims("x", [wrong], mesh)
+            numbered_dims("x", [wrong], mesh, [])
 
 
 CUTS = [(8, [2, 2, 2, 2]), (7, [2, 2, 2, 1]), (3, [1, 1, 1, 0]), (1, [1, 0, 0, 0])]

@@ -15,7 +15,7 @@ from meshcast.errors import LayoutError
 from meshcast.pipelining import Edge, PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
 from meshcast.pipelining.board import PipelineBoard
 from meshcast.pipelining.edge import Delivery
-from meshcast.pipelining.stage import stage_device
+from meshcast.pipelining.parallel import stage_device
 from meshcast.pipelining.table import agree_on_stages, describe_stages
 from meshcast.pipelining.wiring import EdgeTransfers, LocalShape, Wiring, make_transfer
 from meshcast.transfers.gpu import GpuMedium
@@ -50,7 +50,7 @@ def test_a_gpu_that_is_not_there_is_refused(device: str) -> None:
 
 def test_the_gpu_is_the_current_one_and_must_exist() -> None:
     with (
-        mock.patch("meshcast.pipelining.stage.own_obstacle", return_value=""),
+        mock.patch("meshcast.pipelining.parallel.own_obstacle", return_value=""),
         mock.patch.object(torch.cuda, "device_count", return_value=4),
         mock.patch.object(torch.cuda, "current_device", return_value=2),
     ):

@@ -16,7 +16,7 @@ from meshcast import Layout
 from meshcast.pipelining import PipelineStage
 from meshcast.pipelining.action import Action, ActionKind
 from meshcast.pipelining.edge import Delivery
-from meshcast.pipelining.inference import Way
+from meshcast.pipelining.parallel import Way
 from meshcast.pipelining.recipe import Recipe
 from meshcast.pipelining.runtime import Runtime
 from meshcast.pipelining.trace import GpuClock, Trace

@@ -26,14 +26,18 @@ from meshcast.pipelining import (
     get_schedule_class,
 )
 from meshcast.pipelining.action import ScheduleError
-from meshcast.pipelining.inference import Inferred, LocalValue, SentDTensor, global_shape, infer_outputs
+from meshcast.pipelining.data_parallel import shared_parameters_of
+from meshcast.pipelining.inference import Probe
+from meshcast.pipelining.microbatch import local_shard
 from meshcast.pipelining.parallel import (
+    Inferred,
+    LocalValue,
+    SentDTensor,
     StageMesh,
     ValuePlacements,
-    data_dims,
+    global_shape,
     gradient_placements,
-    local_shard,
-    shared_parameters_of,
+    split_dims,
 )
 from meshcast.pipelining.schedule import ScheduleOptions
 from meshcast.pipelining.wiring import ShapesReport, report_outputs
@@ -257,9 +261,9 @@ def test_local_shards_on_two_dimensions() -> None:
 
 def test_batch_dimensions_are_those_that_split_samples() -> None:
     mesh = StageMesh(torch.arange(4).reshape(2, 2), 0)
-    assert data_dims(ValuePlacements("in", None, mesh)) == [0]
-    assert data_dims(ValuePlacements("in", [Replicate(), Shard(1)], mesh)) == []
-    assert data_dims(ValuePlacements("in", [[Replicate(), Shard(0)], [Shard(0), Replicate()]], mesh)) == [
+    assert split_dims(ValuePlacements("in", None, mesh)) == [0]
+    assert split_dims(ValuePlacements("in", [Replicate(), Shard(1)], mesh)) == []
+    assert split_dims(ValuePlacements("in", [[Replicate(), Shard(0)], [Shard(0), Replicate()]], mesh)) == [
         0,
         1,
     ]
@@ -333,7 +337,7 @@ class Counting(nn.Module):
 def test_inference_of_shapes_changes_nothing() -> None:
     module = Counting()
     mean, random_state = module.norm.running_mean.clone(), torch.get_rng_state()
-    outputs = infer_outputs(module, [torch.ones(3, 4)], {}, with_grad=True, what="stage 0")
+    outputs = Probe(module, "stage 0", True).outputs(([torch.ones(3, 4)], {}))
     assert outputs.outputs == [LocalValue((3, 4), torch.float32, True), LocalValue((3,), torch.int64, False)]
     assert torch.equal(module.norm.running_mean, mean)
     assert int(module.norm.num_batches_tracked) == 0
@@ -346,9 +350,9 @@ def test_a_module_that_needs_data_says_what_to_do() -> None:
             return x[: int(x.sum().item())]
 
     with pytest.raises(LayoutError, match="give output_args"):
-        infer_outputs(Greedy(), [torch.ones(3)], {}, with_grad=False, what="stage 0")
+        Probe(Greedy(), "stage 0", False).outputs(([torch.ones(3)], {}))
     with pytest.raises(LayoutError, match=r"must be tensors, found \['int'\]"):
-        infer_outputs(_Returns([3]), [torch.ones(3)], {}, with_grad=False, what="stage 0")
+        Probe(_Returns([3]), "stage 0", False).outputs(([torch.ones(3)], {}))
 
 
 class _Returns(nn.Module):
