@@ -225,9 +225,9 @@ class GradientScale:
             ``scale_grads=False``.
         degree: over how many ranks the stage splits samples.
         unit: see above; 1 with ``scale_grads=False``.
-        end: see above. None: the step's gradients are scaled as torch does it (`StepEnd`).
+        end: see above. None: the step's gradients are scaled as torch does it (`Gradients`).
         column: by what the step counts more than on average among the pipelines that DDP or FSDP2 joins with
-            this one. sums: the same for losses that are sums, which `StepEnd` divides by the mean weight.
+            this one. sums: the same for losses that are sums, which `Gradients` divides by the mean weight.
     """
 
     parts: Sequence[Fraction] = ()
