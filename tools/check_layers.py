@@ -51,14 +51,15 @@ USE_C = {"base", "layout", "topology", "planning", "groups", "transfers", "backe
 TOP = {"", "__main__", "_version", "_build_check", "_build_info"}
 # What a face loads only when somebody asks for it.
 LAZY = {
+    "backend": {"backend.backend"},
     "resharding.reshard": {"resharding.digested"},
     "planning.plan": {"planning.show", "planning.plan_json"},
     "pipelining": {"tuning.choose", "tuning.candidates", "tuning.partition", "tuning.search"},
     "pipelining.schedules": {"tuning.choose"},
 }
-# What the tree has come down to: it may become less, and these with it.
-MOST_FILES = 135
-LONGEST_CHAINS = {"pipelining": 15, "resharding": 9, "groups": 5, "elastic": 5, "transfers": 4}
+# What the tree has come down to: it may become less, and these with it. "": through all packages.
+MOST_FILES = 124
+LONGEST_CHAINS = {"": 16, "pipelining": 9, "resharding": 6, "groups": 4, "elastic": 5, "transfers": 4}
 HEADERS_OF_TORCH = ("torch/", "ATen/", "c10/", "cuda")
 
 
@@ -159,7 +160,7 @@ def ratchet_violations() -> list[str]:
     if files > MOST_FILES:
         found.append(f"python: {files} files, there were {MOST_FILES}: a file is a concept")
     for package, most in LONGEST_CHAINS.items():
-        chain = longest_chain(graph, [module for module in graph if python_layer(module) == package])
+        chain = longest_chain(graph, [each for each in graph if package in ("", python_layer(each))])
         if len(chain) > most:
             found.append(f"python: a chain of {len(chain)} imports, there were {most}: {' > '.join(chain)}")
     return found

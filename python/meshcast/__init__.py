@@ -17,7 +17,7 @@ from ._version import __version__
 
 check_torch(torch.__version__, torch.version.cuda)  # before anything loads _C
 
-from .backend.backend import register as _register_backend  # noqa: E402
+from .backend import register as _register_backend  # noqa: E402
 from .base.observe import set_up as _set_up_observation  # noqa: E402
 from .resharding.compile_op import register as _register_operator  # noqa: E402
 

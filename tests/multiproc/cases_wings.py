@@ -1,5 +1,5 @@
 """What a training script imports of meshcast as it reshards a tensor and a state dict and makes a step of a
-pipeline. Two processes."""
+pipeline, and what its objects print. Two processes."""
 
 from __future__ import annotations
 
@@ -39,4 +39,19 @@ def modules(context) -> list[str]:
     return sorted(name for name in sys.modules if name.split(".")[0] == "meshcast")
 
 
-CASES = [modules]
+def pipelines_say_what_they_are(context) -> None:
+    from meshcast.pipelining import GradScaler, ScheduleAuto  # after `modules`, which imports neither
+
+    stage = PipelineStage(torch.nn.Linear(2, 2), context.rank, 2, torch.device("cpu"))
+    assert repr(stage) == f"<PipelineStage {context.rank} of 2, a Linear>"
+    schedule = Schedule1F1B(stage, n_microbatches=3, loss_fn=torch.nn.functional.mse_loss)
+    assert repr(schedule) == "<Schedule1F1B of 2 stages, 3 micro-batches>"
+    auto = ScheduleAuto(stage, loss_fn=torch.nn.functional.mse_loss)
+    assert repr(auto) == "<ScheduleAuto: nothing is chosen yet>"
+    assert repr(GradScaler(stage, device="cpu")) == f"<GradScaler of stages [{context.rank}]>"
+    sync = meshcast.WeightSync(None, {"w": meshcast.Layout([1], [Replicate()])})
+    assert repr(sync).startswith("<WeightSync") and repr(sync).endswith(">")
+    sync.close()
+
+
+CASES = [modules, pipelines_say_what_they_are]

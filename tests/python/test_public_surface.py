@@ -8,6 +8,7 @@ import torch
 from meshcast import elastic, pipelining
 from meshcast.base import settings
 from meshcast.cli import parser_of
+from meshcast.integrations import dcp
 
 MESHCAST = (
     "AbortedError DeadlineExceededError Layout LayoutError MeshcastError PeerLostError Plan "
@@ -60,6 +61,20 @@ def test_no_name_is_gone(package: object, names: str) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_option_is_gone(command: str) -> None:
     assert set(COMMANDS[command].split()) <= set(parser_of(command)._option_string_actions)
+
+
+@pytest.mark.parametrize("package", [meshcast, pipelining, elastic, dcp], ids=str)
+def test_objects_say_what_they_are(package: object) -> None:
+    classes = [getattr(package, name) for name in package.__all__]  # type: ignore[attr-defined]
+    silent = [
+        each.__name__
+        for each in classes
+        if inspect.isclass(each)
+        and not issubclass(each, BaseException)
+        and not getattr(each, "_is_protocol", False)
+        and each.__repr__ is object.__repr__
+    ]
+    assert not silent
 
 
 def test_no_variable_is_gone() -> None:

@@ -1,4 +1,4 @@
-"""The c10d backend "meshcast": on the CPU large broadcasts are multicasts, and point-to-point messages go
+"""Process groups of the backend: on the CPU large broadcasts are multicasts, and point-to-point messages go
 over UCX where it can be used; all else goes to gloo there, and to NCCL on GPUs.
 
 pg_options of it are those of its inner backends, gloo on the CPU and NCCL on GPUs.
@@ -19,23 +19,15 @@ import torch.distributed as dist
 
 from ..base import settings
 from ..errors import LayoutError, MeshcastError
+from . import NAME
 
 if TYPE_CHECKING:
     from .. import _C
 
-__all__ = ["NAME", "InnerNccl", "nccl_obstacle", "register", "split"]
-
-NAME = "meshcast"
+__all__ = ["InnerNccl", "create", "nccl_obstacle", "split"]
 
 
-def register() -> None:
-    """Makes `init_process_group("meshcast")` and `new_group(backend="meshcast")` known to torch. Idempotent;
-    opens no socket and starts no thread. Does nothing where torch was built without torch.distributed."""
-    if dist.is_available() and NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-
-
-def _create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
+def create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
     """Called by torch for each new group, once for both devices; for which of them, it does not say. Gloo is
     built here because torch ships no header for it.
 
@@ -74,7 +66,7 @@ def _create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
             group_id=part_options.group_name,
             global_ranks_in_group=[ranks[member] for member in members],
         )
-        return _create(part, options)
+        return create(part, options)
 
     backend = _C.ProcessGroupMeshcast(
         inner,

@@ -29,6 +29,21 @@ def shown(item: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+_SHOWN = 8  # runs of ranks before a text is cut short
+
+
+def runs_text(ranks: Sequence[int]) -> str:
+    """Returns ascending ranks as text with runs joined: 0-3,8."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:_SHOWN])
+    return text if len(runs) <= _SHOWN else f"{text},... ({len(ranks)} ranks)"
+
+
 def table(rows: Iterable[Sequence[str]], *, right: Iterable[int] = ()) -> str:
     """Returns rows as text in columns, two spaces apart. right: those that are aligned at their right."""
     listed = list(rows)

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from ..base import checks, settings
-from ..base.checks import Reader, read_json
+from ..base.checks import Reader, read_json, runs_text
 from ..base.observe import FORMAT, LISTENER
 from ..base.progress import Progress, track
 from ..errors import LayoutError, MeshcastError
 from ..pages.page import PageBar, PagePanel, write_timeline_page
-from ..planning.show import ranks_text
 from .arguments import named, output
 
 __all__ = ["check_one_job", "dump_arguments", "explain_arguments", "run_dump", "run_explain"]
@@ -421,7 +420,7 @@ def _first_line(text: str) -> str:
 def ranks_of(calls: Iterable[RecordedCall]) -> str:
     """ "rank 3" or "ranks 0-2,5"."""
     ranks = tuple(sorted(call.rank for call in calls))
-    return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {runs_text(ranks)}"
 
 
 _SHOWN = 32  # ranks that get lines of their own
@@ -486,7 +485,7 @@ def _panel(records: list[Record]) -> PagePanel:
 
 def _lines(records: list[Record], found: Found) -> list[str]:
     world = len(records) + len(found.silent)
-    none = f"; none of rank{'s' if len(found.silent) > 1 else ''} {ranks_text(found.silent)}"
+    none = f"; none of rank{'s' if len(found.silent) > 1 else ''} {runs_text(found.silent)}"
     lines = [f"{len(records)} records of {world} ranks{none if found.silent else ''}"]
     shown_ranks = [record for record in records if record.rank in found.waits or record.exception]
     for record in shown_ranks[:_SHOWN]:
@@ -537,7 +536,7 @@ def _state(record: Record, call: RecordedCall) -> str:
 
 def _whom(ranks: tuple[int, ...], here: bool) -> str:
     if ranks:
-        return f", waits for rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+        return f", waits for rank{'s' if len(ranks) > 1 else ''} {runs_text(ranks)}"
     return "; all its ranks are in it" if here else ""
 
 

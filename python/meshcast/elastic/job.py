@@ -270,6 +270,9 @@ class Job(Generic[T]):
         self._watch = Watch(store, self._name.host, abort_groups)
         meet.post(self._store, meet.Ready(), self._name)
 
+    def __repr__(self) -> str:
+        return f"<elastic.Job, worker {self._name}, step {self.steps}>"
+
     @property
     def steps(self) -> int:
         """The number of steps that are committed."""

@@ -310,6 +310,9 @@ class Replicas:
             ),
         )
 
+    def __repr__(self) -> str:
+        return f"<{self._name} of group {self._parent.name!r}, every {self.every} steps>"
+
     def step(self, number: int) -> None:
         """Call it after every step of the optimizer, with the number of steps done. Every `every` steps it is
         a `refresh`."""

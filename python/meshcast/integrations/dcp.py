@@ -127,6 +127,9 @@ class MemoryStorage(StorageWriter, StorageReader):
         self._failed: Exception | None = None
         self._all: dict[int, _Catalogue] = {}  # of all ranks, by global rank, for the load in progress
 
+    def __repr__(self) -> str:
+        return f"<MemoryStorage that holds {len(self._held)} tensors of this rank>"
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """There is one checkpoint: the id says nothing."""
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..base import checks
-from ..base.checks import dtype_name
+from ..base.checks import dtype_name, runs_text
 from ..errors import LayoutError
 from ..pipelining.action import Action, ActionKind
 from ..pipelining.simulate import Span
 from ..pipelining.trace import Timeline
 from ..planning.plan import Plan
-from ..planning.show import ranks_text, size_text
+from ..planning.show import size_text
 
 __all__ = [
     "PageBar",
@@ -97,8 +97,8 @@ def _data(plan: Plan) -> dict[str, Any]:
         "host_of": host_of,
         "nic_of": nic_of,
         "tasks": [
-            f"{size_text(task.nbytes)}, {ranks_text(task.holders)} \N{RIGHTWARDS ARROW} "
-            f"{ranks_text(task.receivers)}"
+            f"{size_text(task.nbytes)}, {runs_text(task.holders)} \N{RIGHTWARDS ARROW} "
+            f"{runs_text(task.receivers)}"
             for task, _ in zip(plan.tasks, range(_NAMED_TASKS), strict=False)
         ],
         "hops": {

@@ -15,10 +15,8 @@ from torch.distributed.pipelining import SplitPoint, pipe_split
 from meshcast.pipelining import _backward, _utils, microbatch, schedules, stage  # noqa: F401
 from meshcast.pipelining._utils import names_of_torch
 from meshcast.pipelining.action import Action, ActionKind, ScheduleError, dump_csv, load_csv, lower
-from meshcast.pipelining.checkpoint import load, save
 from meshcast.pipelining.compat import PipelineStageInfo
 from meshcast.pipelining.edge import Edge
-from meshcast.pipelining.norms import GradScaler, clip_grad_norm_, grad_norm
 from meshcast.pipelining.recipe import validate
 from meshcast.pipelining.runtime import microbatch_seed
 from meshcast.pipelining.schedule import PipelineSchedule, ScheduleOptions
@@ -47,6 +45,8 @@ from meshcast.pipelining.stage import Pipe, PipelineStage, build_stage, pipeline
 from meshcast.pipelining.trace import StageTimes
 
 if TYPE_CHECKING:
+    from meshcast.pipelining.checkpoint import load, save
+    from meshcast.pipelining.norms import GradScaler, clip_grad_norm_, grad_norm
     from meshcast.tuning.candidates import Candidate, Times
     from meshcast.tuning.choose import Choice, ScheduleAuto, choose
     from meshcast.tuning.partition import Partition, partition
@@ -107,16 +107,22 @@ __all__ = [
     "validate",
 ]
 
-_TUNING = {
+# Loaded when they are first used: few programs need them.
+_LATER = {
     "Candidate": "tuning.candidates",
     "Choice": "tuning.choose",
+    "GradScaler": "pipelining.norms",
     "Layer": "tuning.search",
     "Partition": "tuning.partition",
     "ScheduleAuto": "tuning.choose",
     "Times": "tuning.candidates",
     "Value": "tuning.search",
     "choose": "tuning.choose",
+    "clip_grad_norm_": "pipelining.norms",
+    "grad_norm": "pipelining.norms",
+    "load": "pipelining.checkpoint",
     "partition": "tuning.partition",
+    "save": "pipelining.checkpoint",
 }
 
-__getattr__, __dir__ = names_of_torch("", globals(), _TUNING)
+__getattr__, __dir__ = names_of_torch("", globals(), _LATER)

@@ -17,13 +17,13 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshcast import _C
 from meshcast.base import forks
+from meshcast.base.checks import runs_text
 from meshcast.base.observe import Flight, Members
 from meshcast.base.wire import pack, unpack
 from meshcast.errors import AbortedError, Caller, DeadlineExceededError, MeshcastError, PeerLostError
 from meshcast.groups.network import Network, interfaces
 from meshcast.groups.parent import StoreConnection
 from meshcast.groups.store import store_of_life, within
-from meshcast.planning.show import ranks_text
 
 __all__ = ["PipelineBoard", "Refused", "refusals_told"]
 
@@ -138,7 +138,7 @@ class PipelineBoard:
             self._attempt -= ended
         talks.begin_anew()
         ranks = tuple(self.ranks)
-        self._members = Members(ranks_text(ranks), ranks, f"{key.group_name}/pipeline {number}")
+        self._members = Members(runs_text(ranks), ranks, f"{key.group_name}/pipeline {number}")
 
     def _open(self, number: int) -> tuple[_C.Conversation, int | None]:
         """A conversation, and in which attempt it was ended, if it was."""

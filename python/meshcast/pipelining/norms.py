@@ -345,6 +345,9 @@ class GradScaler(torch.amp.GradScaler):
         )
         self._found: torch.Tensor | None = None  # 1 if a gradient is not finite anywhere; until `update`
 
+    def __repr__(self) -> str:
+        return f"<GradScaler of stages {[stage.stage_index for stage in self._stages]}>"
+
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Updates the scale, as in torch. Every rank of the pipeline calls it, with or without optimizers."""
         if not self._enabled:

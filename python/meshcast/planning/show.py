@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base import checks
 from ..base.boxes import box_text
+from ..base.checks import runs_text
 from ..errors import LayoutError, MeshcastError
 
 if TYPE_CHECKING:
@@ -116,23 +117,11 @@ def _nics(plan: Plan) -> list[str]:
 def _tasks(plan: Plan) -> list[str]:
     lines = [f"{len(plan.tasks)} tasks"]
     for index, task in islice(enumerate(plan.tasks), _SHOWN):
-        who = f"{ranks_text(task.holders)} -> {ranks_text(task.receivers)}"
+        who = f"{runs_text(task.holders)} -> {runs_text(task.receivers)}"
         lines.append(f"  {index:<4} {size_text(task.nbytes):<11} {who:<36} {box_text(task.box)}")
     if len(plan.tasks) > _SHOWN:
         lines.append(f"  ...  {len(plan.tasks)} tasks")
     return lines
-
-
-def ranks_text(ranks: tuple[int, ...]) -> str:
-    """Ascending ranks with runs joined: 0-3,8."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:_SHOWN])
-    return text if len(runs) <= _SHOWN else f"{text},... ({len(ranks)} ranks)"
 
 
 @dataclass
@@ -305,7 +294,7 @@ def _draw_legend(figure: Any, plan: Plan, hidden_rows: int) -> None:
     handles = list(figure.axes[0].get_legend_handles_labels()[0])
     tasks = plan.tasks
     for index, task in enumerate(tasks if len(tasks) <= _MAX_LEGEND else ()):
-        who = f"{ranks_text(task.holders)} \N{RIGHTWARDS ARROW} {ranks_text(task.receivers)}"
+        who = f"{runs_text(task.holders)} \N{RIGHTWARDS ARROW} {runs_text(task.receivers)}"
         handles.append(
             Patch(color=_colour(index, len(tasks)), label=f"task {index}: {size_text(task.nbytes)}, {who}")
         )

@@ -208,7 +208,9 @@ class TensorMove:
 
     def outgoing(self, local: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the source as the transfer is given it."""
-        local = settled(local.detach())
+        local = local.detach()
+        if type(local) is not torch.Tensor:  # plain ones, nearly all, need no look
+            local = settled(local)
         if self.reduction is not None:
             local = self.reduction.run(local)
         return local if local.dtype == self.ends.source else local.to(self.ends.source)

@@ -24,7 +24,6 @@ from ..transfers.handle import Handle
 from ..transfers.medium import DeviceTypes, device_types_of, require_gpu
 from ..transfers.transfer import DEFAULT_OPTIONS, CallOptions, PersistentTransfer, PlanOptions, kept_transfer
 from .autograd import differentiable_call
-from .compile_trace import traced_reshard
 from .compiled import (
     Compiled,
     ReshardGoal,
@@ -156,6 +155,8 @@ def reshard(
                 "reshard under torch.compile: async_op, digest, topology, grad_placements and lost are not "
                 "supported"
             )
+        from .compile_trace import traced_reshard
+
         return traced_reshard(x, mesh, placements, group, dtype, strategy, timeout)
     return run_call(
         "reshard",

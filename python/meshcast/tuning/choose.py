@@ -567,6 +567,9 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
         self._budget, self._columns, self._show = memory_budget, columns, show
         self._options = dict(options)
 
+    def __repr__(self) -> str:
+        return f"<ScheduleAuto: {self._schedule or 'nothing is chosen yet'}>"
+
     def step(self, *args: Any, **named: Any) -> Any:
         """Runs a step as `PipelineSchedule.step` does; the first call chooses the schedule before that."""
         if self._schedule is None:
