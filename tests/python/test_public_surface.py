@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import meshcast
 import pytest
 import torch
