@@ -318,7 +318,9 @@ class PipelineStage(torch_stage.PipelineStage):
         """The DTensor that the previous stage returned, of its local part."""
         return as_dtensor(local, mesh_of(self, sent.names, sent.layout), sent.placements, sent.shape)
 
-    def register_forward_context(self, context_factory: _MakeContext) -> RemovableHandle:
+    def register_forward_context(
+        self, context_factory: Callable[[PipelineStageInfo], AbstractContextManager[None]]
+    ) -> RemovableHandle:
         """Registers a context for forwards, as in torch 2.15, under every release: ``context_factory(info)``
         makes the context in which the module runs for a micro-batch. It is not entered for functions that
         `register_custom_function` took, unless these call ``forward_one_chunk``.
