@@ -136,7 +136,7 @@ def test_a_single_thing_tells_how_far_it_is() -> None:
 
 def test_a_simulation_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[float] = []
-    monkeypatch.setattr(sys.modules["meshcast.pipelining.simulate"], "_TOLD", 10)
+    monkeypatch.setattr(sys.modules["meshcast.pipelining.simulate"], "_REPORTED", 10)
     with Progress("simulating", stream=io.StringIO(), ticks=False) as shown:
         monkeypatch.setattr(shown, "part", told.append)
         simulate("1F1B", 3, 8, transfer=0.5)

@@ -46,7 +46,7 @@ def test_every_plug_in_has_a_part() -> None:
 
 def test_every_command_has_a_part() -> None:
     assert re.findall(r"^```\{command-help\} (\w+)$", TEXT, re.MULTILINE) == sorted(
-        cli._COMMANDS, key=["plan", "simulate", "bench", "timeline", "dump", "explain", "doctor"].index
+        cli.COMMANDS, key=["plan", "simulate", "bench", "timeline", "dump", "explain", "doctor"].index
     )
 
 
