@@ -10,7 +10,6 @@ them too. `LayoutError` is a `ValueError` as well, `DeadlineExceededError` a `Ti
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -146,7 +145,6 @@ def was_told(error: BaseException) -> bool:
     return getattr(error, "_meshcast_told", False)
 
 
-@dataclass(frozen=True, slots=True)
 class Caller:
     """The call that an error is about. Its errors begin with "reshard on rank 2: " and have its fields.
 
@@ -161,9 +159,10 @@ class Caller:
             raise LayoutError("placements are missing")  # reshard on rank 2: placements are missing
     """
 
-    op: str
-    rank: int | None = None
-    phase: str | None = None
+    __slots__ = ("op", "phase", "rank")
+
+    def __init__(self, op: str, rank: int | None = None, phase: str | None = None) -> None:
+        self.op, self.rank, self.phase = op, rank, phase
 
     def __str__(self) -> str:
         return self.op if self.rank is None else f"{self.op} on rank {self.rank}"
