@@ -61,8 +61,11 @@ class Connector:
         self.interfaces = 1
         self.conversation: _C.Conversation | None = None
         self.control: Any = None
-        self.caller = Caller("connect", rank, "connect")
         self._open_store = store
+
+    @property
+    def caller(self) -> Caller:
+        return Caller("connect", self.rank, "connect")
 
     def store(self) -> dist.Store:
         return self._open_store()
