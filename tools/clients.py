@@ -89,7 +89,7 @@ def tested(client: str, arguments: list[str]) -> int:
     try:
         return subprocess.run(command, cwd=ROOT, env=environment(), timeout=LIMIT, check=False).returncode
     except subprocess.TimeoutExpired:
-        print(f"{client}: not through after {LIMIT} s")
+        print(f"{client}: not complete after {LIMIT} s")
         return 1
 
 

@@ -23,8 +23,8 @@ __all__ = [
     "MeshcastError",
     "PeerLostError",
     "PlanMismatchError",
-    "mark_told",
-    "was_told",
+    "mark_reported",
+    "was_reported",
 ]
 
 E = TypeVar("E", bound="MeshcastError")
@@ -82,7 +82,7 @@ class LayoutError(MeshcastError, ValueError):
     """Bad shape, placement, mesh, rank, topology, option or file, found before anything was sent.
 
     Field beside those of `MeshcastError`: `gone`, where ranks were lost: a (name, box, ranks that had it) for
-    each box that is wanted and that no rank holds any more; else empty.
+    each box that is wanted and that no rank holds any longer; else empty.
     """
 
     _fields = (*MeshcastError._fields, "gone")
@@ -136,13 +136,13 @@ class AbortedError(MeshcastError):
     """The group failed or was aborted before; the message carries the first cause."""
 
 
-def mark_told(error: BaseException) -> None:
+def mark_reported(error: BaseException) -> None:
     """Notes that the other ranks of the call know of this error, or need not."""
-    error._meshcast_told = True  # type: ignore[attr-defined]
+    error._meshcast_reported = True  # type: ignore[attr-defined]
 
 
-def was_told(error: BaseException) -> bool:
-    return getattr(error, "_meshcast_told", False)
+def was_reported(error: BaseException) -> bool:
+    return getattr(error, "_meshcast_reported", False)
 
 
 class Caller:

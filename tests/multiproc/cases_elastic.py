@@ -278,7 +278,7 @@ def only_copies_that_are_lost(context) -> None:
     if context.rank != 1:
         error = raised(
             LayoutError,
-            "2 boxes live on no rank any more: 'a' [2:4, 0:3] of rank 1; 'b' [2:4] of rank 1",
+            "2 boxes are on no live rank: 'a' [2:4, 0:3] of rank 1; 'b' [2:4] of rank 1",
             lambda: elastic.remesh(state, None, outs, lost=[1]),
         )
         assert error.gone == (("a", ((2, 4), (0, 3)), (1,)), ("b", ((2, 4),), (1,)))
@@ -302,7 +302,7 @@ def only_copies_that_are_lost(context) -> None:
         check(found["a"], fulls["a"], new, [Shard(1)])
         raised(
             LayoutError,
-            "1 box lives on no rank any more: 'b' [2:4] of rank 1",
+            "1 box is on no live rank: 'b' [2:4] of rank 1",
             lambda: elastic.remesh(state, None, outs, lost=[1], loaded={"a": parts}),
         )
         box = ((2, 4), (0, 3))

@@ -117,7 +117,7 @@ def what_lives_nowhere_is_listed(context) -> None:
     x = sharded(full, old, [Shard(0)], context.rank)
     error = raised(
         LayoutError,
-        "2 boxes live on no rank any more: 'x' [2:4, 0:2] of rank 1; 'x' [4:6, 0:2] of rank 2",
+        "2 boxes are on no live rank: 'x' [2:4, 0:2] of rank 1; 'x' [4:6, 0:2] of rank 2",
         lambda: meshcast.reshard(x, new, [Shard(0)], lost=[1, 2]),
     )
     assert error.gone == (("x", ((2, 4), (0, 2)), (1,)), ("x", ((4, 6), (0, 2)), (2,)))
@@ -125,7 +125,7 @@ def what_lives_nowhere_is_listed(context) -> None:
     xs = [sharded(full, quiet_mesh([0, 3]), [Shard(0)], context.rank), twice]
     error = raised(
         LayoutError,
-        "1 box lives on no rank any more: 'xs[1]' [4:7, 0:2] of ranks 1, 2.",
+        "1 box is on no live rank: 'xs[1]' [4:7, 0:2] of ranks 1, 2.",
         lambda: meshcast.reshard_many(xs, new, [[Shard(0)]] * 2, lost=[1, 2]),
     )
     assert error.gone == (("xs[1]", ((4, 7), (0, 2)), (1, 2)),)
@@ -220,7 +220,7 @@ def state_that_lives_nowhere(context) -> None:
     out = {"a": sharded(torch.zeros(7, 3), mesh, [Shard(1)], context.rank)}
     error = raised(
         LayoutError,
-        "2 boxes live on no rank any more: 'a' [6:7, 0:3] of rank 3; 'b' [3:4] of rank 3",
+        "2 boxes are on no live rank: 'a' [6:7, 0:3] of rank 3; 'b' [3:4] of rank 3",
         lambda: meshcast.reshard_state_dict(state, where, out, lost=[3]),
     )
     assert error.gone == (("a", ((6, 7), (0, 3)), (3,)), ("b", ((3, 4),), (3,)))

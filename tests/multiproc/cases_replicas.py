@@ -225,7 +225,7 @@ def more_dead_than_it_bears(context) -> None:
             keepers = replicas._keepers.keeper if replicas is not None else {}
             error = raised(
                 LayoutError,
-                "on no rank any more",
+                "on no live rank",
                 lambda new=new, lost=lost: elastic.remesh(
                     None, None, lambda _: (new, [Shard(0)]), lost, replicas=replicas
                 ),

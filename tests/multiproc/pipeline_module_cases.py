@@ -185,7 +185,7 @@ def exposed_communication(context) -> None:
     waits = float(line.split("waits for values ")[1].split("%")[0])
     exposed = float(line.split(" (")[1].split("%")[0])
     assert 0.0 <= exposed <= waits <= 100.0, line
-    assert "for values on their way" not in schedule.summary()
+    assert "for values in flight" not in schedule.summary()
     assert schedule.summary(together=True).startswith(f"rank {context.rank}: step of")
 
 

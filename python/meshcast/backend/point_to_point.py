@@ -80,7 +80,7 @@ def _group_of(key: int) -> dist.ProcessGroup:
             continue  # it has none for the CPU
         if getattr(getattr(found, "wrapped_pg", found), "key", None) == key:
             return group
-    raise MeshcastError("broadcast: no process group has this backend any more", op="broadcast")
+    raise MeshcastError("broadcast: no process group has this backend now", op="broadcast")
 
 
 # Seconds between two looks for a bell: at first, later, and once nobody has come for _SOON.
@@ -124,7 +124,7 @@ def _ability() -> _Ability:
 
 def settle(life: Any, rank: int, ranks: Sequence[int], timeout: float) -> _C.PointToPoint | None:
     """Returns what carries the messages of this group, the same on all its ranks: UCX where all can use it,
-    else None, for gloo. Where a rank was told to use UCX and not all can, every message raises LayoutError.
+    else None, for gloo. Where a rank was set to use UCX and not all can, every message raises LayoutError.
     Waits until all have announced, as they have once gloo has connected them.
 
     life: from announce(). rank: in the group. ranks: global ones. timeout: seconds, of the group."""
@@ -264,10 +264,10 @@ class _Meetings:
     def _write(self, conversation: _C.Conversation, peer: int) -> None:
         if peer in self._written:
             return
-        names, told = interfaces()
+        names, interfaces_text = interfaces()
         if self._network is None:
             self._network = Network(names, self._timeout, "ucx")
-        letter = self._written[peer] = _Letter(told, self._network.offer())
+        letter = self._written[peer] = _Letter(interfaces_text, self._network.offer())
         conversation.say(f"letter/{peer}", pack(letter))
         number = conversation.count(f"bells/{peer}", 1)
         conversation.verdict(f"bell/{peer}/{number}", str(self._rank))

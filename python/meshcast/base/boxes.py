@@ -100,7 +100,7 @@ def _read_box(rank: int, index: int, box: Any) -> Box:
 
 
 def _check_apart(rank: int, boxes: Sequence[Box]) -> None:
-    """Raises LayoutError where two boxes of a rank overlap. Sweeps along the dimension that tells most of
+    """Raises LayoutError where two boxes of a rank overlap. Sweeps along the dimension that separates most of
     them apart."""
     if len(boxes) < 2:
         return

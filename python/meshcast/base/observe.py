@@ -166,7 +166,7 @@ def _as_dict(flight: Flight) -> dict[str, Any]:
 
 
 def join_job(identity: str) -> None:
-    """This process is one of those that have this id. It has several where its process group is made anew in
+    """This process is one of those that have this id. It has several where its process group is made again in
     another store: the first one stays, and the last ones."""
     if identity not in _jobs:
         _jobs.append(identity)

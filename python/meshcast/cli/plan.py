@@ -65,7 +65,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     text = "write the timeline as .png, .svg or .pdf"
     add("--draw", type=output(PICTURES), metavar="FILE", help=text)
-    text = "write a page with hosts, NICs and chunks on their way"
+    text = "write a page with hosts, NICs and chunks in flight"
     add("--html", type=output(), metavar="FILE", help=text)
     add("--json", action="store_true", help="print the plan as JSON instead of text")
     text = "print every strategy's makespan instead of one plan, as JSON with --json"

@@ -82,7 +82,7 @@ def simulate_arguments(parser: argparse.ArgumentParser) -> None:
         "--buffers",
         type=integer(0, _MOST),
         metavar="N",
-        help="values on their way per link (default no limit)",
+        help="values in flight per link (default no limit)",
     )
     group = parser.add_argument_group("output")
     group.add_argument(
@@ -226,7 +226,7 @@ def run_timeline(arguments: argparse.Namespace) -> int:
         end = each["total_ms"]
         print(
             f"rank {each['rank']}: computes {each['compute_ms'] / end:.1%}, waits for values "
-            f"{each['wait_ms'] / end:.1%}, for values on their way {each['exposed_ms'] / end:.1%} of "
+            f"{each['wait_ms'] / end:.1%}, for values in flight {each['exposed_ms'] / end:.1%} of "
             f"{end:.3g} ms"
         )
     return 0

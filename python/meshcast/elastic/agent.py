@@ -363,7 +363,7 @@ class Agent:
         for host in list(self._hosts.values()):
             ended = host.ended()
             if isinstance(host, Distant) and host.is_lost():
-                log.warning("host %d (%s) is gone", host.number, host.name)
+                log.warning("host %d (%s) is lost", host.number, host.name)
                 del self._hosts[host.number]
                 left = {end.worker for end in ended}
                 lost = [each for each in self._living if each.host == host.number and each not in left]
@@ -470,7 +470,7 @@ def _first(worker: Worker) -> Worker:
 
 
 def _lost_with(worker: Worker, host: Distant) -> Ended:
-    message = f"host {host.number} ({host.name}) is gone, with worker {worker}"
+    message = f"host {host.number} ({host.name}) is lost, with worker {worker}"
     return Ended(worker, 0, -signal.SIGKILL, "", message, int(time.time()))
 
 
@@ -544,7 +544,8 @@ class _Link:
         self._thread.start()
 
     def next(self) -> Order | None:
-        """Returns the next order. Raises JobGoneError where the leader is gone or has given this host up."""
+        """Returns the next order. Raises JobGoneError where the leader has exited or has given this host
+        up."""
         if self._orders:
             return self._orders.popleft()
         silent = time.monotonic() - self._heard
@@ -575,4 +576,4 @@ class _Link:
                 self._heard = time.monotonic()
             meet.post(store, meet.Done(), host)
         except RuntimeError as error:
-            self._lost = f"the job's agent is gone: {error}".splitlines()[0]
+            self._lost = f"the job's agent has exited: {error}".splitlines()[0]

@@ -214,7 +214,7 @@ class Job(Generic[T]):
             smaller than before. None: no copies, and an error there.
         memory: bytes that the state may take on this rank, with what it held before while that moves. Where
             one rank needs more for the ranks that are left, all raise and nothing is moved. None: no limit.
-        grace: seconds that an error may wait for the agent to tell that a rank died. An error without a
+        grace: seconds that an error may wait for the agent to report that a rank died. An error without a
             death is raised after that.
         connect_timeout: seconds for making a process group. A worker that dies while the others connect may
             cost them so long.
@@ -290,11 +290,12 @@ class Job(Generic[T]):
         """Runs its block on all ranks, once the current ranks have met and have the state of the job.
 
         Where a rank died, what is inside ends early and nothing is raised; the next attempt begins with the
-        ranks that are there then. `steps` tells what was committed. Without commit() inside, nothing is.
+        ranks that are there then. `steps` is the number of steps committed. Without commit() inside, nothing
+        is.
 
         Raises:
-            LayoutError: on all ranks: state that no rank holds any more, listed in the field `gone`; too few
-                ranks for the `memory` of one.
+            LayoutError: on all ranks: state that no rank holds any longer, listed in the field `gone`; too
+                few ranks for the `memory` of one.
             Others as they come from inside.
         """
         if self._closed:
@@ -311,7 +312,7 @@ class Job(Generic[T]):
         unless all will. Returns what `update` did.
 
         update: changes parameters, optimizer, schedulers and what else the state has, on this rank alone. It
-            makes no collective call, since ranks may be gone by then: clip gradients before.
+            makes no collective call, since ranks may have exited by then: clip gradients before.
         """
         version = self._version
         assert version is not None

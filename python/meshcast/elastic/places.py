@@ -48,7 +48,7 @@ Place = Layout | tuple[Layout, Sequence[int]] | tuple[DeviceMesh, "Sequence[Plac
 Old = Mapping[str, Place | None] | Callable[[str], Place | None] | None
 New = Mapping[str, Any] | Callable[[str], Any]
 
-# Lost ranks of a group that was made anew get numbers that none of its ranks has.
+# Lost ranks of a group that was made again get numbers that none of its ranks has.
 _GONE = 1 << 30
 
 
@@ -71,7 +71,7 @@ class Inventory(NamedTuple):
     """The facts that a rank reports to the others before they move the state.
 
     held: names of tensors that it has. copies: names of whole tensors that it fills. Of its replicas, where
-    it has some: steps whose copies are whole here; gone: boxes that live nowhere any more; idle: lost ranks
+    it has some: steps whose copies are whole here; gone: boxes that live nowhere any longer; idle: lost ranks
     that held nothing.
     """
 

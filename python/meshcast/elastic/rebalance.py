@@ -89,7 +89,7 @@ def rebalance(
         threshold: part of the present step that another cut must save.
         horizon: steps over which the seconds of the move are shared out, as a part of the new step.
         overhead: seconds that any move takes beside sending state: stages, connections and plans are made
-            anew.
+            again.
         topology: for the times of transfers; default: that of the stages.
         timeout: of the move, seconds or timedelta; default: the group's.
 

@@ -112,8 +112,8 @@ def remesh(
 ) -> ReshardedState:
     """Moves the state of a training job from the ranks that had it to those that go on. Records no gradient.
 
-    A collective of all ranks of `group`, but for those that are lost: ranks that stay, ranks that leave and
-    live, and ranks that join. It is reshard_state_dict for a job whose ranks change.
+    A collective of all ranks of `group`, except for those that are lost: ranks that stay, ranks that leave
+    and live, and ranks that join. It is reshard_state_dict for a job whose ranks change.
 
     Args:
         state: {name: entry}, what this rank holds: DTensors of FSDP2 or tensor parallelism on the previous
@@ -122,16 +122,16 @@ def remesh(
             join.
         old: layouts of plain tensors that are shards, in the previous rank numbers: {name: place} or a
             function of the name, whose places are a Layout, (Layout, shape), (mesh, placements) or (mesh,
-            placements, shape). None as a place, or for `old`: a DTensor tells its layout, other tensors are
+            placements, shape). None as a place, or for `old`: a DTensor has its layout, other tensors are
             copies on every rank that has them.
         new: where each tensor goes, in the present rank numbers: {name: place} or a function of the name,
             which is asked for all that any rank holds. Places are those of reshard_state_dict: (mesh,
             placements), Layout or (Layout, device). In a mapping they may be tensors, which are filled: a
             DTensor, or a plain tensor as a copy on every rank that gives one. A model's new state dict will
             do; what is no tensor in it is left out.
-        lost: ranks that are dead or gone with what they held, by their previous numbers; the same on all
+        lost: ranks that are dead or have left with what they held, by their previous numbers; the same on all
             ranks. What they held comes from copies on ranks that live.
-        ranks: {previous rank: rank now} of the ranks that live, where the process group was made anew. None
+        ranks: {previous rank: rank now} of the ranks that live, where the process group was made again. None
             where ranks kept their numbers.
         own: entries of which each rank has its own, such as the state of a random generator: names, or a
             function of the name. All ranks get that of the lowest present rank that has one. Other entries
@@ -151,7 +151,7 @@ def remesh(
     Raises:
         LayoutError: on all ranks that call, before a tensor moves: a rank in `lost` that held nothing, that
             `ranks` or `new` have as well, or that calls; a name without destination; no step of which all
-            `replicas` have whole copies. Where a box lives on no rank any more, the field `gone` lists each
+            `replicas` have whole copies. Where a box lives on no rank any longer, the field `gone` lists each
             (name, box, previous ranks that had it): load just these from a checkpoint and call again with
             `loaded`.
         PlanMismatchError: shapes, dtypes, layouts, entries or `lost` differ among ranks.
@@ -176,7 +176,7 @@ def remesh(
         parent = parent_group(group, OP)
         limit = seconds(timeout, parent.timeout)
         read = read_ranks(lost, ranks, parent.ranks, parent.rank)
-        if read.numbers is not None:  # the process group was made anew
+        if read.numbers is not None:  # the process group was made again
             forget_meshes()
     except Exception as error:
         raise_refused(error, OP, (), group, timeout)

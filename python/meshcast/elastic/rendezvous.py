@@ -8,7 +8,7 @@ rendezvous, which has a number.
 3. The agent answers once all are there (`Start`), or calls another rendezvous where one of them died.
 
 Each message is written once, under a key of its type and its place, and looked for rather than waited for: a
-process that waits in a store cannot be told anything else.
+process that waits in a store cannot be notified of anything else.
 
 Messages that the agents of several hosts exchange in the store of the first.
 
@@ -243,7 +243,7 @@ class Watch:
         self._changed = threading.Condition(threading.RLock())
         self._newest = 0, Call([], [])  # the last call, and the number of its rendezvous
         self._lost = 0  # members of each rendezvous before this number have lost others
-        self.agent_lost = ""  # why no agent leads this worker any more
+        self.agent_lost = ""  # why no agent leads this worker any longer
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshcast-elastic", daemon=True)
         self._thread.start()
@@ -256,7 +256,7 @@ class Watch:
                     pass
                 given_up = is_there(self._store, GivenUp, self._host)
             except RuntimeError:  # the agent has the store
-                self._alone("the agent of meshcast.elastic.run is gone")
+                self._alone("the agent of meshcast.elastic.run has exited")
                 return
             if given_up:
                 self._alone("the job goes on without this host, whose agent was silent")

@@ -1,4 +1,4 @@
-"""Replicas: copies of a training state in the memory of other hosts, made anew every few steps.
+"""Replicas: copies of a training state in the memory of other hosts, made again every few steps.
 
 Each rank keeps copies of boxes for others, on another host than all ranks that hold the box. It has two
 copies of its own state, one that is whole and one that is being made.
@@ -285,9 +285,9 @@ class Replicas:
         except Exception as error:
             given = Caller(_OP, self._rank).typed(error)
         with called_by(_OP, self._rank):
-            told = run(parent, conversation(self._twin), time.monotonic() + self._limit, given)
+            received = run(parent, conversation(self._twin), time.monotonic() + self._limit, given)
             known: dict[Any, Any] = {}
-            members = {r: unpack(_Member, told[f"rank {r}"], known) for r in sorted(parent.ranks)}
+            members = {r: unpack(_Member, received[f"rank {r}"], known) for r in sorted(parent.ranks)}
             sides = Sides({rank: each.side for rank, each in members.items()})
             names = {name for side in sides.sides.values() for name in side.held}
             self._origins = {name: sides.held(name) for name in sorted(names)}
@@ -356,8 +356,8 @@ class Replicas:
             try:
                 result = talk.run(refresh, deadline)
                 replicas = {name: x for name, x in result.items() if isinstance(x, torch.Tensor)}
-                told = {name: x for name, x in result.items() if name not in replicas and name != _ALWAYS}
-                self._copies.whole(copy, number, replicas, {**told, **values})
+                received = {name: x for name, x in result.items() if name not in replicas and name != _ALWAYS}
+                self._copies.whole(copy, number, replicas, {**received, **values})
                 # The copy before is written again next. By then every rank knows that all have this one: a
                 # rank that does not know has both.
                 talk.rows.gather([number], max(deadline - time.monotonic(), 1e-3))

@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
         "--rdzv-conf": "join_timeout=SECONDS (600): for hosts to come; a worker that has not come to a "
         "rendezvous by then is killed. last_call_timeout=SECONDS (5): that a worker waits to join together "
         "with others. keep_alive=SECONDS (6): a host that is silent for so long is given up. is_host=0 or "
-        "1: whether the endpoint is this host, where its name does not tell.",
+        "1: whether the endpoint is this host, where its name does not show it.",
     }
     for action in found._actions:
         for option in helps.keys() & set(action.option_strings):

@@ -56,7 +56,7 @@ _KEY = re.compile(r"gloo\d+/(?:[^/\s]+/)?(\d+)")
 
 
 def interfaces() -> tuple[tuple[str, ...], str]:
-    """The names, () for gloo's choice, and what this rank tells the others: their number, or why they are
+    """The names, () for gloo's choice, and what this rank sends the others: their number, or why they are
     wrong here."""
     names = settings.IFNAMES.names()
     if problem := settings.IFNAMES.problem():
@@ -64,20 +64,20 @@ def interfaces() -> tuple[tuple[str, ...], str]:
     return names, str(len(names) or 1)
 
 
-def agreed_count(told: Mapping[int, str], rank: int) -> int:
-    """Interfaces of every host, from what the ranks told: {rank: text of interfaces()}. Raises
+def agreed_count(gathered: Mapping[int, str], rank: int) -> int:
+    """Interfaces of every host, from what the ranks sent: {rank: text of interfaces()}. Raises
     LayoutError, on every rank, where a name is wrong or hosts have different numbers."""
     caller = Caller("connect", rank, "connect")
-    for other, text in sorted(told.items()):
+    for other, text in sorted(gathered.items()):
         if not text.isdigit():
             raise caller.error(LayoutError, f"rank {other}: {text}", peer=other)
-    if len(set(told.values())) > 1:
-        found = ", ".join(f"{count} on rank {other}" for other, count in sorted(told.items()))
+    if len(set(gathered.values())) > 1:
+        found = ", ".join(f"{count} on rank {other}" for other, count in sorted(gathered.items()))
         raise caller.error(
             LayoutError,
             f"{settings.IFNAMES.name} must name equally many interfaces on every rank; found {found}",
         )
-    return int(next(iter(told.values())))
+    return int(next(iter(gathered.values())))
 
 
 def first_rails(ranks: Sequence[int], topology: Topology, count: int) -> list[int]:

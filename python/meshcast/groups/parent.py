@@ -24,7 +24,7 @@ from .. import _C
 from ..base import checks, forks, observe
 from ..base.cache import Cache
 from ..base.observe import Flight, Members, log
-from ..errors import AbortedError, Caller, LayoutError, MeshcastError, mark_told, was_told
+from ..errors import AbortedError, Caller, LayoutError, MeshcastError, mark_reported, was_reported
 from ..layout import Layout
 from .private import NO_LANE, PrivateGroup
 
@@ -69,7 +69,7 @@ class StoreConnection:
         self._lock = threading.Lock()
 
     def __call__(self) -> dist.Store:
-        """Raises ConnectionRefusedError where the process of the store has gone."""
+        """Raises ConnectionRefusedError where the process of the store has exited."""
         with self._lock:
             if self._opened is None:
                 _refuse_if_gone(self._store)
@@ -164,7 +164,7 @@ class ParentGroup:
         return self._store()
 
     def drop_twin(self, name: str, limit: float) -> None:
-        """Ends a twin that is not needed any more. limit: as for close()."""
+        """Ends a twin that is not needed any longer. limit: as for close()."""
         with self._groups_lock:
             twin = self._twins.pop(name, None)
         if twin is not None:
@@ -238,7 +238,7 @@ _exit_registered = False
 
 def parent_group(group: dist.ProcessGroup | None, op: str) -> ParentGroup:
     """Returns the state of a process group; None: of the default one. A destroyed group takes its private
-    groups along, and one made in its place starts anew."""
+    groups along, and one made in its place starts again."""
     if not dist.is_available() or not dist.is_initialized():
         raise MeshcastError(f"{op}: no process group; call torch.distributed.init_process_group first", op=op)
     key = dist.group.WORLD if group is None else group
@@ -329,24 +329,24 @@ def raise_refused(
     prepares: bool = False,
     lost: Collection[int] = (),
 ) -> NoReturn:
-    """Raises what a call raises here that got `error` from its arguments, and tells the other ranks, unless
-    they know.
+    """Raises what a call raises here that got `error` from its arguments, and notifies the other ranks,
+    unless they know.
 
     places: what was given for sources and destinations (tensors, specs, meshes, layouts, lists of ranks), in
     whatever state: from them the ranks of the call are known. Where one cannot be read, the ranks that wait
     for this one are looked for. group, timeout: as they were given. lost: ranks of the places
-    that are in no call any more.
+    that are in no call any longer.
     """
     found = error
-    if not was_told(error) and dist.is_available() and dist.is_initialized():
+    if not was_reported(error) and dist.is_available() and dist.is_initialized():
         found = Caller(op, dist.get_rank()).typed(error)
-        mark_told(found)
+        mark_reported(found)
         Flight(op, Members(""), dist.get_rank()).failed(found)
         try:
             _tell(found, op, places, group, timeout, prepares, lost)
         except Exception as failed:  # this rank's error is worth more than the obstacle to telling it
-            log.warning("%s: the other ranks could not be told of an error: %s", op, failed)
-    elif not was_told(error):
+            log.warning("%s: the other ranks could not be notified of an error: %s", op, failed)
+    elif not was_reported(error):
         found = Caller(op).typed(error)
     if found is error:
         raise error

@@ -35,7 +35,7 @@ __all__ = ["NO_LANE", "Connector", "PrivateGroup"]
 
 Lost = Callable[[], "tuple[int, str] | None"]  # a rank of the group that has gone, and why
 
-_warned: set[str] = set()  # reasons told so far: one warning for each
+_warned: set[str] = set()  # reasons logged so far: one warning for each
 
 
 class Connector:

@@ -3,7 +3,7 @@ together that cannot be called off.
 
 Ranks that call for it come when they like; the others answer. So nobody waits in a transfer for a rank that
 is busy, frozen or not there: it is known before, and nothing has begun. A barrier asks the store a number of
-questions that does not grow with the ranks, but for naming those that are missing.
+questions that does not grow with the ranks, except for naming those that are missing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .store import store_of_life
 __all__ = ["Late", "ReadyBarrier"]
 
 _PREFIX = "ready"
-_LOOK = 0.25  # seconds between two looks for ranks that have gone
+_LOOK = 0.25  # seconds between two looks for ranks that have exited
 _DAY = timedelta(days=1)
 # Verdicts of one barrier. The others end all that would follow, and are named as their errors.
 _GO, _LATE = "go", DeadlineExceededError.__name__
@@ -76,7 +76,7 @@ class ReadyBarrier:
         """name: for errors. store: the connection of the process group. limit: of what connects with a rank
         to look after it, seconds. within: the process group, for the flight record."""
         self.number = 0
-        self.ended: MeshcastError | None = None  # what has ended them all, once this rank has heard of it
+        self.ended: MeshcastError | None = None  # what has ended them all, once this rank has learnt of it
         self._here: dict[int, _Here] = {}  # of the ranks that have come
         self._name, self._limit = name, limit
         self._open_store = store
@@ -106,7 +106,7 @@ class ReadyBarrier:
 
     def await_call(self, deadline: float, leaving: Callable[[], None]) -> bool:
         """Waits until that is so, and returns whether it is. Looks after those that call. leaving(): raises
-        where this rank takes no part any more."""
+        where this rank takes no part any longer."""
 
         def look() -> None:
             leaving()
@@ -192,11 +192,11 @@ class ReadyBarrier:
         return [rank for rank in sorted(self._here) if self._here[rank].calls]
 
     def gone(self) -> tuple[int, str] | None:
-        """A rank that has gone, and why: asked where the store does not answer."""
+        """A rank that has exited, and why: asked where the store does not answer."""
         return self._watches.lost_soon(self._ranks, self._rank)
 
     def look_after(self, ranks: Sequence[int]) -> None:
-        """Ends all barriers where one of these ranks has gone."""
+        """Ends all barriers where one of these ranks has exited."""
         lost = self._watches.lost(self._conversation, "here", ranks, each=True)
         if lost is not None:
             text = f"rank {self._rank} lost rank {lost[0]}: {lost[1]}. Look at that rank's own output first."

@@ -58,7 +58,7 @@ def _descriptors() -> str:
 
 
 def few_descriptors() -> str:
-    """Says so where this process can hardly open any more; else "". Asked before UCX is used: it may end a
+    """Says so where this process can hardly open more; else "". Asked before UCX is used: it may end a
     process that has none left."""
     held: list[int] = []
     try:
@@ -117,8 +117,8 @@ def first_line(error: BaseException) -> str:
 
 
 def store_failed(error: Exception, what: str, lost: tuple[int, str] | None, caller: Caller) -> MeshcastError:
-    """For what torch raises of a store. what: was being done. lost: a rank that has gone, and why: the store
-    may have been its process's."""
+    """For what torch raises of a store. what: was being done. lost: a rank that has exited, and why: the
+    store may have been its process's."""
     if lost is not None:
         return caller.error(
             PeerLostError,

@@ -89,8 +89,8 @@ class MemoryStorage(StorageWriter, StorageReader):
     With ``no_dist=True`` a save is local and talks to nobody, copies that several ranks hold are all used as
     sources, and errors of a load arrive as CheckpointException with a typed error of meshcast in
     ``failures[0][0]``. A rank whose planner refuses its state dict then leaves the others waiting until their
-    timeout. Without no_dist torch adds collectives of its own: they tell all ranks of that, but where a rank
-    is lost their errors hide those of meshcast.
+    timeout. Without no_dist torch adds collectives of its own: they notify all ranks of that, but where a
+    rank is lost their errors hide those of meshcast.
 
     Args:
         group: of all ranks that load or hold; None for the default one.
@@ -160,13 +160,13 @@ class MemoryStorage(StorageWriter, StorageReader):
                 self._own.values.append(name)
                 size = len(self._values[name])
             else:
-                told = item.tensor_data
-                assert told is not None and isinstance(data, torch.Tensor)
+                written = item.tensor_data
+                assert written is not None and isinstance(data, torch.Tensor)
                 known = self._own.tensors.setdefault(
-                    name, _SavedTensor(tuple(told.size), pickle.dumps(told.properties))
+                    name, _SavedTensor(tuple(written.size), pickle.dumps(written.properties))
                 )
                 if data.numel() > 0:
-                    known.boxes.append(_box(told.chunk.offsets, told.chunk.sizes))
+                    known.boxes.append(_box(written.chunk.offsets, written.chunk.sizes))
                     pieces.setdefault(name, []).append(data.detach())
                 size = data.numel() * data.element_size()
             results.append(WriteResult(item.index, size, self._rank))
@@ -258,7 +258,7 @@ class MemoryStorage(StorageWriter, StorageReader):
         return _done(None)
 
     def _refuse(self, error: Exception) -> NoReturn:
-        """Raises it here, and tells the other ranks, which wait for what this one asks."""
+        """Raises it here, and notifies the other ranks, which wait for what this one asks."""
         parent = parent_group(self._group, _OP)
         deadline = time.monotonic() + seconds(self._timeout, parent.timeout)
         conversation(parent).run(StateRun(parent.rank, Given(None, None), wrong=error), deadline)

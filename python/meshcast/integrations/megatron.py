@@ -142,7 +142,7 @@ class MeshcastCopyService(CopyService):
 
 def _merged(sends: list[_Message]) -> list[_Sent]:
     """Equal tensors for different ranks as one, in the order of the first. Equal means the same bits:
-    Megatron slices anew, and often into memory of its own, for each message."""
+    Megatron slices again, and often into memory of its own, for each message."""
     found: list[_Sent] = []
     alike: dict[Any, list[_Sent]] = {}
     for tensor, rank, task in sends:

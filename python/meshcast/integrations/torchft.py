@@ -86,7 +86,7 @@ class MeshcastTransport(CheckpointTransport[T]):
         leaves, tree = tree_flatten_with_path(state_dict)
         # Leaves and the tree are objects of the user, whatever pickle can send.
         said = [_Tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
-        told = pickle.dumps((tree, said))
+        described = pickle.dumps((tree, said))
         tensors = {
             str(index): _local(leaf)
             for index, (_, leaf) in enumerate(leaves)
@@ -100,7 +100,7 @@ class MeshcastTransport(CheckpointTransport[T]):
         def send() -> None:
             try:
                 with behind(stream):
-                    meeting.move({"checkpoint": told}, None, deadline=deadline)
+                    meeting.move({"checkpoint": described}, None, deadline=deadline)
                     if tensors:
                         meeting.move(tensors, None, deadline=deadline)
             except Exception as error:
@@ -147,13 +147,13 @@ class MeshcastTransport(CheckpointTransport[T]):
                 limit=timeout.total_seconds(),
             )
         try:
-            tree, told = pickle.loads(meeting.move({}, None, deadline=deadline)["checkpoint"])
-            paths = [path for path, _ in tree_flatten_with_path(tree_unflatten(told, tree))[0]]
+            tree, described = pickle.loads(meeting.move({}, None, deadline=deadline)["checkpoint"])
+            paths = [path for path, _ in tree_flatten_with_path(tree_unflatten(described, tree))[0]]
             mine = self._state_dict() if self._state_dict is not None else None
             own: dict[Any, Any] = dict(tree_flatten_with_path(mine)[0])
             kept, where = {}, {}
             receivers = Layout(list(range(1, meeting.size)), [Replicate()])
-            for index, (path, leaf) in enumerate(zip(paths, told, strict=True)):
+            for index, (path, leaf) in enumerate(zip(paths, described, strict=True)):
                 if isinstance(leaf, _Tensor):
                     if leaf.fits(own.get(path)):
                         kept[str(index)] = _local(own[path])
@@ -164,7 +164,7 @@ class MeshcastTransport(CheckpointTransport[T]):
             meeting.close()
         leaves = [
             leaf.made(arrived[str(index)], own.get(path)) if isinstance(leaf, _Tensor) else leaf
-            for index, (path, leaf) in enumerate(zip(paths, told, strict=True))
+            for index, (path, leaf) in enumerate(zip(paths, described, strict=True))
         ]
         return tree_unflatten(leaves, tree)
 

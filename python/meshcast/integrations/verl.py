@@ -43,7 +43,7 @@ class MeshcastCheckpointEngine(CheckpointEngine):
         timeout: seconds for each bucket, and to wait for it.
 
     Raises, from send_weights and receive_weights: DeadlineExceededError and PeerLostError as
-    reshard_state_dict. The engine then needs init_process_group anew.
+    reshard_state_dict. The engine then needs init_process_group again.
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, timeout: float = 600.0) -> None:

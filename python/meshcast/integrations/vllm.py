@@ -114,7 +114,7 @@ class MeshcastTrainerEngine(_Joined, base.TrainerWeightTransferEngine[MeshcastTr
     """The engine of a trainer: each trainer sends the shards that it has, and nobody gathers a tensor. Where
     the source yields whole tensors alone, the first owner sends.
 
-    Raises, from send_weights: the errors of reshard_state_dict. The group then has to be made anew.
+    Raises, from send_weights: the errors of reshard_state_dict. The group then has to be made again.
     """
 
     init_info_cls = MeshcastTrainerInitInfo

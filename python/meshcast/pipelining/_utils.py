@@ -15,9 +15,9 @@ def names_of_torch(
     module: str, here: dict[str, Any], ours: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` of a module that has the names of torch.distributed.pipelining's module
-    of that name ("" for the package), private ones included, but for those that it defines itself. here: its
-    globals. ours: names of our own that are loaded when they are first used, with the modules below meshcast
-    that have them."""
+    of that name ("" for the package), private ones included, except for those that it defines itself. here:
+    its globals. ours: names of our own that are loaded when they are first used, with the modules below
+    meshcast that have them."""
     theirs = import_module(".".join(filter(None, ("torch.distributed.pipelining", module))))
     homes = ours or {}
 

@@ -25,7 +25,7 @@ from meshcast.groups.network import Network, interfaces
 from meshcast.groups.parent import StoreConnection
 from meshcast.groups.store import store_of_life, within
 
-__all__ = ["PipelineBoard", "Refused", "refusals_told"]
+__all__ = ["PipelineBoard", "Refused", "refusals_reported"]
 
 _T = TypeVar("_T")
 _TOLD = 5.0  # seconds in which a refusal of a constructor reaches the store, on a busy machine too
@@ -164,7 +164,7 @@ class PipelineBoard:
             raise
 
     def _look(self) -> None:
-        """For who waits: each rank looks after the next one, and tells the others."""
+        """For who waits: each rank looks after the next one, and notifies the others."""
         over = self._conversation.verdict(_OVER)
         if not over:
             lost = self._watches.lost(self._conversation, "here", self.ranks)
@@ -396,12 +396,12 @@ def _packed(value: Any) -> str:
 
 
 @contextmanager
-def refusals_told(group: Any, index: int | None = None) -> Iterator[None]:
+def refusals_reported(group: Any, index: int | None = None) -> Iterator[None]:
     """While a stage or a schedule is made: what this rank refuses is what the others read in the conversation
     that their schedules open, instead of waiting for this one's. index: of a stage."""
     # A rank that is not in the group shares no conversation with those that are.
-    told = dist.is_initialized() and (group is None or isinstance(group, dist.ProcessGroup))
-    if told and index is not None:
+    in_job = dist.is_initialized() and (group is None or isinstance(group, dist.ProcessGroup))
+    if in_job and index is not None:
         with suppress(Exception):  # a group that is over: what follows says so
             _Talks.of(dist.group.WORLD if group is None else group).begin_stage(index)
     try:
@@ -411,7 +411,7 @@ def refusals_told(group: Any, index: int | None = None) -> Iterator[None]:
         if not _is_of_python(cause):
             op = "pipeline" if index is None else "PipelineStage"
             error = Caller(op, dist.get_rank() if dist.is_initialized() else None).typed(cause)
-        if told:
+        if in_job:
             with suppress(Exception):  # the refusal is what the caller is to see
                 PipelineBoard(group, _TOLD).end(str(error))
         if error is cause:

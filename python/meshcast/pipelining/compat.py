@@ -138,7 +138,7 @@ def _next(computing: Sequence[Sequence[int]], begin: int, count: int) -> list[in
 
 
 # Actions that need none here: FSDP2 gathers and frees parameters in its own hooks, gradients are reduced when
-# the step ends, and nobody waits but for the value that is needed (the WAIT actions of torch 2.15).
+# the step ends, and nobody waits except for the value that is needed (the WAIT actions of torch 2.15).
 EXTRA_KINDS = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT")
 _WAITING = re.compile(r"(\d+)(WAIT(?:_[A-Z]+)*)(\d*)")
 
@@ -243,7 +243,7 @@ def torch_action(action: Action) -> Any:
 def load_order(path: str, *, waits: bool) -> dict[int, list[Any]]:
     """A file of torch's, with transfers or without, idle steps left out. Waits of torch 2.15 stay what they
     are, also under an older torch, which would read them as weight gradients: who writes the file again
-    writes them again. Nobody waits here but for what it needs. waits=False: they are left out too."""
+    writes them again. Nobody waits here except for what it needs. waits=False: they are left out too."""
     with open(path, newline="") as file:
         read = {
             rank: [_parsed(cell.strip()) for cell in row if cell.strip()]

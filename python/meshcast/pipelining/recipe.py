@@ -225,7 +225,7 @@ class _Check:
                     )
 
 
-# Of one micro-batch, in any unit: what warmup="auto" and draw() assume unless they are told otherwise.
+# Of one micro-batch, in any unit: what warmup="auto" and draw() assume unless they are given others.
 _NOMINAL_TIMES: Mapping[str, Any] = {"forward": 1.0, "backward": 2.0, "weight": 1.0, "transfer": 0.5}
 
 
@@ -285,7 +285,7 @@ class Recipe:
         return simulate_actions(self.lowered(rows, train=train), self._costs(**times))
 
     def _built(self, rows: int | None) -> Actions:
-        """Actions of a training step, by row of the schedule; compute only but for `lowered_already`."""
+        """Actions of a training step, by row of the schedule; compute alone, except under `lowered_already`."""
         if self.given is not None:
             return self.given
         built = scheduled(
@@ -346,13 +346,13 @@ class GivenOrder:
 
     def reduced(self, stages: Iterable[int]) -> list[int]:
         """The stages whose gradients are scaled: an order that holds its transfers says which."""
-        told = {
+        with_lowered = {
             each.stage_index
             for row in self.order.values()
             for each in row
             if each is not None and each.computation_type == REDUCE_GRAD
         }
-        return [stage for stage in stages if not self.lowered or stage in told]
+        return [stage for stage in stages if not self.lowered or stage in with_lowered]
 
     def side_by_side(self, row: list[Action]) -> list[Action]:
         """A lowered row with the parts of each fused action next to each other: receives between them come

@@ -168,7 +168,9 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
         if self.name is not None:
             self._recipe.check_options()
         reduce_once(self._mine.values())
-        self._board = PipelineBoard(group, self._timeout)  # behind all that is refused: see `refusals_told`
+        self._board = PipelineBoard(
+            group, self._timeout
+        )  # behind all that is refused: see `refusals_reported`
         self._rank = first.rank
         self._caller = Caller("pipeline", self._rank)
         self._device = first.device
@@ -317,7 +319,7 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
         return self._outputs(call)
 
     def _check_open(self) -> None:
-        """Raises LayoutError or AbortedError where no step can run any more."""
+        """Raises LayoutError or AbortedError where no step can run any longer."""
         if not self._runs:
             raise LayoutError("the stages are none of meshcast.pipelining: they cannot run here")
         self._board.check_process()
@@ -648,7 +650,7 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
 
     def measure(self, last: int = 10) -> None:
         """From now on keeps how long this rank's stages compute in the last so many training steps, for
-        `stage_times` and `meshcast.elastic.rebalance`. 0: not any more, as at first.
+        `stage_times` and `meshcast.elastic.rebalance`. 0: keeps none, as at first.
 
         The first step of a schedule is left out, as it gets memory and connections. A step that is measured
         costs a look through its trace, and on a GPU a wait for its end.
@@ -684,7 +686,7 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
         return self._recent.times()
 
     def draw(self, path: str | os.PathLike[str], **times: Any) -> None:
-        """Writes the simulated timeline of a step; the suffix of `path` tells the format.
+        """Writes the simulated timeline of a step; the suffix of `path` decides the format.
 
         Args:
             times: forward, backward, weight and transfer as `simulate` takes them; default: those that the

@@ -21,7 +21,7 @@ from typing_extensions import Unpack
 from ..base.checks import typed_arguments
 from ..errors import LayoutError, MeshcastError
 from ._utils import names_of_torch
-from .board import refusals_told
+from .board import refusals_reported
 from .compat import (
     FSDP_DEFAULTS,
     WAIT_REDUCE_GRAD,
@@ -107,7 +107,7 @@ class PipelineScheduleSingle(PipelineSchedule, torch_schedules.PipelineScheduleS
         scale_grads: bool = True,
         **options: Unpack[ScheduleOptions],
     ) -> None:
-        with refusals_told(group_of(stage)):
+        with refusals_reported(group_of(stage)):
             check_kinds([stage])
             torch_schedules.PipelineScheduleSingle.__init__(
                 self,
@@ -170,7 +170,7 @@ class PipelineScheduleMulti(PipelineSchedule, torch_schedules.PipelineScheduleMu
         use_full_backward: bool | None = None,  # noqa: ARG002  of no effect in torch either
         **options: Unpack[ScheduleOptions],
     ) -> None:
-        with refusals_told(group_of(stages)):
+        with refusals_reported(group_of(stages)):
             check_kinds(stages)
             self._gathering = Gathering(max_active_stages, unshard_lookahead, defer_reduce_grad_wait)
             self._defer_pp_recv = defer_pp_recv
@@ -357,7 +357,7 @@ class _OrderOfTorch(_PipelineScheduleRuntime):
 class ScheduleLoopedBFS(_OrderOfTorch, torch_schedules.ScheduleLoopedBFS):
     """torch's: stage after stage, all micro-batches through each.
 
-    Arguments: those of `PipelineScheduleMulti`, but for the chunk specs, which torch's does not have.
+    Arguments: those of `PipelineScheduleMulti`, except for the chunk specs, which torch's does not have.
     """
 
     _faster = "ScheduleInterleaved1F1B takes as long and holds fewer activations"

@@ -33,7 +33,7 @@ from ..planning.plan import STRATEGIES
 from ..topology import Topology
 from ._backward import FixedScale, SplitBackward, hooks_made
 from ._utils import names_of_torch
-from .board import refusals_told
+from .board import refusals_reported
 from .compat import PipelineStageInfo, init_stage, mesh_of
 from .data_parallel import (
     GradientScale,
@@ -198,7 +198,7 @@ class PipelineStage(torch_stage.PipelineStage):
             # torch 2.11 has group and dw_builder in these places, and nothing of DTensors.
             group, dw_builder, output_grads, input_grads = output_grads, input_grads, None, None
         where = f"stage {stage_index}"
-        with refusals_told(group, stage_index):
+        with refusals_reported(group, stage_index):
             if not 0 <= stage_index < num_stages:
                 raise LayoutError(f"stage_index must be in 0..{num_stages - 1}, found {stage_index}")
             if mesh is not None and get_mesh is not None:

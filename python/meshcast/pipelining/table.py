@@ -338,12 +338,12 @@ def _batch(first: Mapping[int, GivenValues]) -> tuple[list[int] | None, Dealt | 
     if not first:
         return None, None
     leader = min(first)
-    told = first[leader]
+    leading = first[leader]
     for rank, each in first.items():
-        if (each.own, each.batch is None) != (told.own, told.batch is None):
+        if (each.own, each.batch is None) != (leading.own, leading.batch is None):
             _refuse_different(0, leader, rank, "arguments")
-    if not told.own:
-        return told.batch, None
+    if not leading.own:
+        return leading.batch, None
     dealt: dict[int, list[int]] = {}
     holders: dict[int, int] = {}
     for rank, each in sorted(first.items()):
@@ -354,7 +354,7 @@ def _batch(first: Mapping[int, GivenValues]) -> tuple[list[int] | None, Dealt | 
     matrix = [dealt[part] for part in sorted(dealt)]
     rows = [sum(each) for each in zip(*matrix, strict=True)]
     for number, total in enumerate(rows):
-        for part, expected in enumerate(_chunked(total, told.grid)):
+        for part, expected in enumerate(_chunked(total, leading.grid)):
             if matrix[part][number] != expected:
                 _refuse(
                     holders[part],
@@ -364,7 +364,7 @@ def _batch(first: Mapping[int, GivenValues]) -> tuple[list[int] | None, Dealt | 
                 )
     if not sum(rows):
         _refuse(leader, "stage 0: the batch has no samples on any rank; give at least one")
-    return rows, Dealt(matrix, told.grid)
+    return rows, Dealt(matrix, leading.grid)
 
 
 def _check_stage(

@@ -147,12 +147,12 @@ class Trace:
         for action, begin, end in self.events:
             spent[_category(action)] += end - begin
         whole = self.seconds or 1.0
-        on_their_way = "" if exposed is None else f" ({exposed / whole:.1%} for values on their way)"
+        in_flight = "" if exposed is None else f" ({exposed / whole:.1%} for values in flight)"
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return (
             f"rank {rank}: step of {self.seconds * 1e3:.4g} ms, computes {spent['compute'] / whole:.1%}, "
             f"bubble {1 - spent['compute'] / whole:.1%}, waits for values {spent['wait'] / whole:.1%}"
-            f"{on_their_way}, held {self.peak} micro-batches at most, process memory up to "
+            f"{in_flight}, held {self.peak} micro-batches at most, process memory up to "
             f"{memory / 1e6:.4g} MB, sent {self.bytes_sent / 1e6:.4g} MB"
         )
 

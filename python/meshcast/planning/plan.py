@@ -169,7 +169,7 @@ _hops = 0
 
 
 def lookup(key: Hashable) -> Any:
-    """The plan made for `key`; None if it is not cached any more."""
+    """The plan made for `key`; None if it is not cached any longer."""
     global _hits, _misses
     with _lock:
         plan = _plans.get(key)

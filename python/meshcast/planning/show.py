@@ -134,7 +134,7 @@ class _LinkRow:
 
 
 def draw(plan: Plan, path: str | Path) -> None:
-    """Writes the picture to `path`; its suffix tells the format. Raises OSError where the file cannot be
+    """Writes the picture to `path`; its suffix decides the format. Raises OSError where the file cannot be
     written."""
     path = Path(path)
     if path.suffix.lower() not in _SUFFIXES:

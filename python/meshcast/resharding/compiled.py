@@ -261,7 +261,7 @@ def source_of(
 
 
 def destination_of(goal: ReshardGoal, source: Source, lost: Sequence[int] = ()) -> Destination:
-    """Checks a goal. lost: ranks of the source mesh that hold nothing any more."""
+    """Checks a goal. lost: ranks of the source mesh that hold nothing any longer."""
     mesh, placements, dtype, grad_placements = goal
     if not isinstance(mesh, DeviceMesh):
         raise LayoutError(f"mesh must be a DeviceMesh, found {type(mesh).__name__}")

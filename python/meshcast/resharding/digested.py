@@ -40,7 +40,7 @@ class Digested:
         options: PlanOptions,
     ) -> None:
         """Raises LayoutError where the ranks of the call are not known from its arguments. What else is wrong
-        with them is told to these ranks."""
+        with them is reported to these ranks."""
         self._parent, self._op = parent, op
         self._names = ["x"] if op != "reshard_many" else [f"xs[{index}]" for index in range(len(xs))]
         self._without, self._inside = self._others(xs, goals, lost)

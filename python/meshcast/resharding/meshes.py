@@ -209,7 +209,7 @@ _SHOWN = 20  # boxes that a message lists; the error has all of them
 
 
 class Gone(NamedTuple):
-    """A box that no rank holds any more. ranks: those that had it."""
+    """A box that no rank holds any longer. ranks: those that had it."""
 
     name: str
     box: Box
@@ -239,7 +239,7 @@ def living(
     sources: Sequence[Source], destinations: Sequence[Destination], lost: Sequence[int]
 ) -> list[Source]:
     """The sources as ranks hold them that are not lost. Raises LayoutError where a lost rank is in no source
-    or in a destination, where a gradient is asked for, and where a box lives nowhere any more."""
+    or in a destination, where a gradient is asked for, and where a box lives nowhere any longer."""
     layouts = [
         everywhere(source.layout, destination.slices[0])
         for source, destination in zip(sources, destinations, strict=True)
@@ -282,7 +282,7 @@ def check_not_wanted(name: str, wanted: Layout, lost: Mapping[int, int]) -> None
 
 
 def _nothing(wanted: Layout, ndim: int) -> Layout:
-    """The source of a tensor without elements that no rank holds any more."""
+    """The source of a tensor without elements that no rank holds any longer."""
     return Layout._of_held(wanted.ranks[:1], (((0,) * ndim, ()),), ndim)
 
 
@@ -340,7 +340,7 @@ def raise_gone(found: Sequence[Gone]) -> None:
     )
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     raise LayoutError(
-        f"{len(found)} {'boxes live' if len(found) > 1 else 'box lives'} on no rank any more: {text}{more}. "
+        f"{len(found)} {'boxes are' if len(found) > 1 else 'box is'} on no live rank: {text}{more}. "
         "Load these from a checkpoint; the field `gone` of this error lists all of them",
         gone=tuple((each.name, each.box, each.ranks) for each in found),
     )
@@ -357,8 +357,8 @@ def renumbered(layout: Layout, numbers: Mapping[int, int], what: str) -> Layout:
     without = [rank for rank in layout.ranks if rank not in numbers]
     if without:
         raise LayoutError(
-            f"{what}: {layout} has {ranks_text(without)}, for which ranks= gives no new rank; name what is "
-            "gone in lost="
+            f"{what}: {layout} has {ranks_text(without)}, for which ranks= gives no new rank; name "
+            "lost ranks in lost="
         )
     return on_ranks(layout, [numbers[rank] for rank in layout.ranks])
 

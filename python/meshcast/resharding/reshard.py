@@ -115,15 +115,15 @@ def reshard(
         dtype: type of the result; the cast happens on the side where fewer bytes travel.
         grad_placements: layout on `mesh` in which the gradient of the result travels back; default:
             `placements`. An incoming gradient of another layout is first redistributed inside `mesh`.
-        lost: global ranks of the mesh of x that are dead, or gone with what they held. They do not call, and
-            need not be in `group`. Their boxes come from replicas on other ranks. Such a call records no
+        lost: global ranks of the mesh of x that are dead, or have left with what they held. They do not call,
+            and need not be in `group`. Their boxes come from replicas on other ranks. Such a call records no
             gradient: make it under torch.no_grad().
         strategy, topology: see meshcast.plan. Without a topology the hosts of the ranks are found out and
             their rates assumed.
-        digest: compare a digest of x at both ends and between replicas, and tell all ranks of the call how it
-            ended. Then all of them raise where x was changed while it travelled, through `.data` too. Costs
-            one pass over the data on every rank, two more on a holder with async_op, and two rounds of small
-            messages. Records no gradient; with async_op such calls run one after the other.
+        digest: compare a digest of x at both ends and between replicas, and notify all ranks of the call how
+            it ended. Then all of them raise where x was changed while it travelled, through `.data` too.
+            Costs one pass over the data on every rank, two more on a holder with async_op, and two rounds of
+            small messages. Records no gradient; with async_op such calls run one after the other.
         async_op: return a Handle at once; handle.wait() gives the result. x must stay as it is until then,
             see Handle.wait.
         copy: with async_op, x is copied at once, and may be changed from then on.

@@ -72,9 +72,9 @@ class Given:
 
 @dataclass
 class StateCall:
-    """The checked arguments of this rank. side: what it tells the others; tensors: the entries of side.held
-    that are here, `here` their names; meshes: of destinations that have some, with their placements. keys: of
-    tensors and other values: the key in the state_dict, by name."""
+    """The checked arguments of this rank. side: what it sends the others; tensors: the entries of
+    side.held that are here, `here` their names; meshes: of destinations that have some, with their
+    placements. keys: of tensors and other values: the key in the state_dict, by name."""
 
     side: StateSide
     tensors: dict[str, torch.Tensor]

@@ -14,7 +14,7 @@ import torch
 
 from ..base import checks
 from ..base.boxes import Piece, common
-from ..errors import DeadlineExceededError, MeshcastError, mark_told
+from ..errors import DeadlineExceededError, MeshcastError, mark_reported
 from ..groups.parent import ParentGroup
 from ..layout import Box, Layout
 from ..planning.plan import Problem
@@ -156,7 +156,7 @@ class Batch:
             for name, local in landing.items():
                 arriving[name].copy_(local)
         except Exception as error:
-            mark_told(error)  # the others are in this call, or have completed it
+            mark_reported(error)  # the others are in this call, or have completed it
             raise
         return [] if call is None else [call]
 
@@ -175,7 +175,7 @@ class Batch:
 
 
 def _end_on_gpu(call: Call, deadline: float) -> None:
-    """Blocks until the GPU is through as well: what fails there must be known before any rank returns."""
+    """Blocks until the GPU is done as well: what fails there must be known before any rank returns."""
     begin = time.monotonic()
     while not call.is_completed():
         if time.monotonic() >= deadline:

@@ -149,8 +149,8 @@ def reshard_state_dict(
             so that changes through `.data` are found as well.
         strict: refuse tensors that have no destination, and entries that cannot travel; False leaves them
             out.
-        lost: global ranks that are dead, or gone with what they held; the same on every rank. They are in
-            layouts of what is held, make no call and need not be in `group`. What they held comes from
+        lost: global ranks that are dead, or have left with what they held; the same on every rank. They are
+            in layouts of what is held, make no call and need not be in `group`. What they held comes from
             replicas on other ranks.
         async_op: return a Handle at once; handle.wait() gives the result. Calls of this kind run one
             after the other, in an order that is the same on all ranks, beside all others.
@@ -221,7 +221,7 @@ class StateResharder:
     Constructed by every rank of `group`, and run by all of them in one order with their other calls. The
     first run compiles; later ones look nothing up, and what was compiled lives as long as the
     StateResharder. A run with tensors of other names, shapes, dtypes or layouts is right all the same, and
-    is compiled anew.
+    is compiled again.
 
     Args:
         destinations, options: as for reshard_state_dict.

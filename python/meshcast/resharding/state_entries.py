@@ -276,7 +276,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def memory_with(own: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The local tensor that with_boxes() describes, made anew where it is not a single box."""
+    """The local tensor that with_boxes() describes, made again where it is not a single box."""
     held = own is not None and own.numel() > 0
     if not held and len(tensors) == 1:
         return tensors[0]

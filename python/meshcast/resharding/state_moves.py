@@ -189,7 +189,7 @@ class Sides:
 
     @cached_property
     def lost(self) -> dict[int, int]:
-        """Ranks that hold nothing any more, each with what messages call it."""
+        """Ranks that hold nothing any longer, each with what messages call it."""
         return dict(self.first.options.lost)
 
     def names(self) -> list[str]:
@@ -275,21 +275,23 @@ class Sides:
             )
         inside = {r: h for r, h in holders.items() if h.layout is not None and r in h.layout.ranks}
         outside = {r: h for r, h in holders.items() if r not in inside}
-        told = inside or outside
-        each = {r: (h.layout, h.family) for r, h in told.items() if h.layout is not None}
+        described = inside or outside
+        each = {r: (h.layout, h.family) for r, h in described.items() if h.layout is not None}
         one = joined(each)
         layouts = separate(each) if one is None else [one]
         if not layouts:
             rank, other = next(
-                (r, h) for r, h in told.items() if h.layout != next(iter(told.values())).layout
+                (r, h) for r, h in described.items() if h.layout != next(iter(described.values())).layout
             )
-            raise self._unlike(name, next(iter(told)), next(iter(told.values())), rank, other)
+            raise self._unlike(name, next(iter(described)), next(iter(described.values())), rank, other)
         for rank, spec in outside.items():  # which may know one of the sub-meshes, or describe all of them
             if spec.layout not in {*layouts, *(h.layout for h in inside.values())}:
                 assert spec.layout is not None
                 shards = spec.layout.shards(first.shape)
                 if all(shards != layout.shards(first.shape) for layout in layouts):
-                    raise self._unlike(name, next(iter(told)), next(iter(told.values())), rank, spec)
+                    raise self._unlike(
+                        name, next(iter(described)), next(iter(described.values())), rank, spec
+                    )
         for rank in (rank for layout in layouts for rank in layout.ranks):
             if rank in self.lost:
                 continue
@@ -452,7 +454,7 @@ def _target(
     missing: dict[Gone, None],
 ) -> Target:
     """made: its shape and the blocks of sources that make it; None where it is its own source. missing: gets
-    what it needs and no rank holds any more."""
+    what it needs and no rank holds any longer."""
     parts: dict[str, list[Block]] = {}
     for block in () if made is None else made[1]:
         parts.setdefault(block.source, []).append(block)

@@ -38,7 +38,7 @@ from ..errors import (
     MeshcastError,
     PeerLostError,
     PlanMismatchError,
-    was_told,
+    was_reported,
 )
 from ..groups.parent import ParentGroup
 from ..groups.store import within
@@ -83,7 +83,7 @@ class Rows:
     """The conversation of one group of ranks. All ranks make the same calls in one order."""
 
     def __init__(self, parent: ParentGroup, lost: Collection[int] = ()) -> None:
-        """lost: ranks that make no call any more."""
+        """lost: ranks that make no call any longer."""
         self._parent = parent
         self.ranks = sorted(parent.ranks.difference(lost))
         self._group: PrivateGroup = parent.private(self.ranks)
@@ -365,7 +365,7 @@ class Conversation:
     tensors."""
 
     def __init__(self, parent: ParentGroup, versions: dict[Any, int], lost: Collection[int] = ()) -> None:
-        """lost: ranks that make no call any more."""
+        """lost: ranks that make no call any longer."""
         self.parent = parent
         self.rows = Rows(parent, lost)
         self.versions = versions
@@ -404,9 +404,9 @@ class Conversation:
             self.kept.add(run.key, known)
         except (DeadlineExceededError, PeerLostError, AbortedError):
             raise
-        except Exception as error:  # of one rank's tensors: ranks that do not need them have to hear of it
+        except Exception as error:  # of one rank's tensors: ranks that do not need them have to learn of it
             failure = run.typed(error)
-            for batch in known.batches[done + was_told(error) :]:
+            for batch in known.batches[done + was_reported(error) :]:
                 batch.refuse(failure, _left(deadline))
         self._end(run, known, failure, digests)
         if version is not None:
@@ -474,7 +474,7 @@ class Conversation:
                     if rank in layout.ranks:
                         local = local_of(run.checked.tensors[name])
                         digests[at] = shard_digest(local, layout, shape, rank)
-        except Exception as error:  # the others have to hear of it
+        except Exception as error:  # the others have to learn of it
             failure = run.typed(error)
         rows = self._round(run, "twins", failure, (_NONE, *digests), "could not take part")
         check_twins(known.agreed, {other: each[1:] for other, each in rows.items()})
@@ -573,7 +573,7 @@ def _merged(values: Mapping[int, Mapping[str, str]], own: frozenset[str]) -> dic
 
 class Repeated:
     """The calls of one rank that differ in their values alone: what they have in common is checked and
-    compiled once. One of another kind than the last is right all the same, and compiled anew."""
+    compiled once. One of another kind than the last is right all the same, and compiled again."""
 
     def __init__(self, rank: int, given: Given) -> None:
         """given: what all calls have in common; its state and out are not read."""
@@ -602,7 +602,7 @@ class Repeated:
         run = StateRun(self._rank, given, version, op=op, again=again, memory=memory, wrong=wrong)
         if run.call is not None and again is None:
             self._key, self._kept = run.key, {}
-            # Weights that it has sent are none of its business any more.
+            # Weights that it has sent are none of its business any longer.
             self._call = replace(run.call, tensors={}, outs={})
             self._like = {old: likeness(x) for old, x in (state or {}).items() if not is_carried(x)}
             self._outs = {name: _place(x) for name, x in run.call.outs.items()}
@@ -756,7 +756,7 @@ def started(
     copy: bool = False,
 ) -> Handle[ReshardedState]:
     """Starts a call. limit: seconds. work: what to do with the deadline in place of Conversation.run alone.
-    lost: ranks that make no call any more. copy: of what is held, at once."""
+    lost: ranks that make no call any longer. copy: of what is held, at once."""
     if copy:
         run.keep_copies()
     run.keep_digests()

@@ -103,7 +103,7 @@ class TensorMap:
         return self.sources  # type: ignore[return-value]  # of any kind only until it is checked
 
     def _targets(self) -> tuple[str | TensorMap, ...]:
-        return self.targets  # type: ignore[return-value]  # likewise
+        return self.targets  # type: ignore[return-value]  # the same
 
     def names(self) -> list[str]:
         """Names of all sources, also of those of maps in it."""
@@ -155,7 +155,7 @@ class Block:
 
     source: str
     low: _Shape  # of the box, in the source
-    sizes: _Shape  # likewise
+    sizes: _Shape  # the same
     axes: tuple[int | None, ...]
     at: _Shape  # of its first element, there
 

@@ -43,7 +43,7 @@ __all__ = ["Buffer", "Buffers", "WeightProgress", "WeightStats", "WeightSync"]
 
 
 _OP = "WeightSync"
-_LOOK = 0.25  # seconds between two looks for ranks that have gone
+_LOOK = 0.25  # seconds between two looks for ranks that have exited
 
 
 @dataclass(frozen=True)
@@ -138,18 +138,18 @@ class Buffers:
             self._changed.notify_all()
 
     def end(self, error: MeshcastError) -> None:
-        """Nothing arrives any more. The first cause counts."""
+        """Nothing arrives any longer. The first cause counts."""
         with self._changed:
             self._ended = self._ended or error
             self._changed.notify_all()
 
     @property
     def over(self) -> bool:
-        """``True`` where nothing arrives any more."""
+        """``True`` where nothing arrives any longer."""
         return self._ended is not None
 
     def check_open(self) -> None:
-        """Raises where nothing can be pushed or pulled any more: the first cause."""
+        """Raises where nothing can be pushed or pulled any longer: the first cause."""
         error = self._ended
         if isinstance(error, AbortedError):
             raise error.with_traceback(None)
@@ -187,8 +187,8 @@ class Buffers:
                 now = time.monotonic()
                 if now >= deadline:
                     raise self.late(wanted, now - begin)
-                told = self._changed.wait(min(_LOOK, deadline - now))
-            if not told:
+                notified = self._changed.wait(min(_LOOK, deadline - now))
+            if not notified:
                 look()
 
     def _taken(self, wanted: int | None) -> int | None:
@@ -208,7 +208,7 @@ class Buffers:
 
     def late(self, wanted: int | None, elapsed: float) -> DeadlineExceededError:
         what = "any version" if wanted is None else f"version {wanted} or a newer one"
-        why = "nobody has pushed one" if self._claimed is None else "a push is on its way, and not through"
+        why = "nobody has pushed one" if self._claimed is None else "a push is in flight and not complete"
         text = f"pull waited {elapsed:.1f} s for {what}: {why}"
         return self._caller.error(DeadlineExceededError, text, phase="wait", elapsed=elapsed, limit=elapsed)
 
@@ -218,7 +218,7 @@ _READY = 0.5  # of a push's limit, for the others to get ready; the transfer has
 
 
 class _Side:
-    """Used by one thread at a time, but for `buffers`. state: of a rank that pushes, else None."""
+    """Used by one thread at a time, except for `buffers`. state: of a rank that pushes, else None."""
 
     def __init__(
         self,
@@ -328,7 +328,7 @@ class _Side:
         self._thread = thread
 
     def join(self, seconds: float) -> None:
-        """Waits until nothing is received any more, after leave() and end()."""
+        """Waits until nothing is received any longer, after leave() and end()."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(seconds)
 
@@ -434,18 +434,18 @@ class _Side:
         """Ends everything on all ranks, with an error of this kind, and here with `error`. Takes a second at
         most."""
         self.buffers.end(error)
-        told = threading.Event()
+        notified = threading.Event()
 
         def tell() -> None:
             with suppress(Exception):  # where the store does not answer, the others wait to their limits
                 self.barrier.end(kind, text)
-            told.set()
+            notified.set()
 
         try:
             threading.Thread(target=tell, name="meshcast-store", daemon=True).start()
         except RuntimeError:  # none is to be had, or the interpreter ends: this rank's own waits for it, too
             tell()
-        told.wait(_TELL)
+        notified.wait(_TELL)
 
 
 _JOIN = 2.5  # seconds that a version on its way gets when this rank ends
@@ -587,8 +587,8 @@ class WeightSync:
         """Makes the newest whole version current, and returns its number. `state` has its tensors.
 
         With two buffers it waits where there is no version at all, or none as new as `version`. The tensors
-        of the version that was current before are then written anew by later pushes. With one buffer it takes
-        part in the next push, unless what is current is as new as `version`.
+        of the version that was current before are then written again by later pushes. With one buffer it
+        takes part in the next push, unless what is current is as new as `version`.
 
         Raises:
             DeadlineExceededError: there was no such version within the limit.

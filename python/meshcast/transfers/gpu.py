@@ -55,7 +55,7 @@ SHARING_SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"
 @dataclass(frozen=True)
 class GpuOffer:
     """One rank's GPU. device: its index in that process; uuid: of the GPU itself; nccl: version, "2.28.9";
-    may_share: NCCL is told to let ranks share a GPU; wants: the transport asked for, "auto", "nccl" or
+    may_share: NCCL is set to let ranks share a GPU; wants: the transport asked for, "auto", "nccl" or
     "cuda_ipc"; reaches: uuids of the other GPUs whose memory it can read. no_nccl, no_ipc: why it cannot use
     that transport. obstacle: why this rank cannot take part at all, the rest is then empty."""
 
@@ -98,7 +98,7 @@ def own_offer(device: int) -> GpuOffer:
             no_nccl=no_nccl,
             no_ipc="" if wish == NCCL else _C.cuda_ipc_obstacle(device),  # the look takes memory of the GPU
         )
-    except Exception as error:  # of CUDA; the other ranks must hear of it
+    except Exception as error:  # of CUDA; the other ranks must learn of it
         return GpuOffer(obstacle=str(error))
 
 
@@ -305,11 +305,11 @@ def connect_lanes(
         except MeshcastError as error:
             offer = replace(offer, no_nccl=str(error))
     try:
-        told = _gather(group, control, topic, _Said(offer, tuple(ids)), deadline)
+        gathered = _gather(group, control, topic, _Said(offer, tuple(ids)), deadline)
     except MeshcastError as error:
         control.abort(str(error))  # the ranks no longer count calls the same way
         raise
-    transport = choose_transport({rank: said.offer for rank, said in told.items()}, group.rank)
+    transport = choose_transport({rank: said.offer for rank, said in gathered.items()}, group.rank)
     if gpu is None:
         core = _C.GpuGroupCore(
             control, group.control, list(group.ranks), group.rank, group.name, place.device
@@ -318,7 +318,7 @@ def connect_lanes(
         attach_gpu(group, gpu)
     try:
         if gpu.transport == NCCL:
-            for lane, unique in zip(missing, told[group.ranks[0]].ids, strict=True):
+            for lane, unique in zip(missing, gathered[group.ranks[0]].ids, strict=True):
                 gpu.core.connect(lane, unique, max(deadline - time.monotonic(), 1e-3))
                 gpu.lanes.add(lane)
         else:
@@ -346,9 +346,9 @@ def _connect_ipc(
     """Every rank listens, tells where, and connects with all others, lane by lane."""
     meetings = [_C.IpcMeeting() for _ in lanes]
     addresses = _Addresses(tuple(meeting.address for meeting in meetings))
-    told = _gather(group, control, topic, addresses, deadline)
+    gathered = _gather(group, control, topic, addresses, deadline)
     for number, (lane, meeting) in enumerate(zip(lanes, meetings, strict=True)):
-        of_lane = [told[rank].of_lanes[number] for rank in group.ranks]
+        of_lane = [gathered[rank].of_lanes[number] for rank in group.ranks]
         gpu.core.connect_ipc(lane, meeting, of_lane, max(deadline - time.monotonic(), 1e-3))
         gpu.lanes.add(lane)
 
@@ -446,5 +446,5 @@ class _Mark:
             self.device = devices[0] if devices else torch.cuda.current_device()
             self.event = torch.cuda.Event()
             self.event.record(torch.cuda.current_stream(self.device))
-        except Exception as error:  # of CUDA; raised where the call is counted, and the others are told
+        except Exception as error:  # of CUDA; raised where the call is counted, and the others are notified
             self.problem = error

@@ -138,12 +138,12 @@ class Handle(Generic[T]):
     def wait(self) -> T:
         """Blocks until the data is here and returns the result. Raises the call's typed error, or
         MeshcastError if a source was changed in place in the meantime: what arrived may then be a mixture of
-        old and new values. The other ranks of the call are told: those that wait for it raise as well, and
-        those that have its result do so as they next wait for a call of these ranks, once."""
+        old and new values. The other ranks of the call are notified: those that wait for it raise as well,
+        and those that have its result do so as they next wait for a call of these ranks, once."""
         return self._wait(Refusal.wait)
 
     def _wait(self, until: Callable[[Refusal], None]) -> T:
-        """until(told): may wait until the others can know that a source was changed."""
+        """until(retraction): may wait until the others can know that a source was changed."""
         self.is_completed()
         error = self._source_error()
         if error is None:
@@ -154,10 +154,10 @@ class Handle(Generic[T]):
             return self._result
         if not self._intact and not self._told:
             self._told = True
-            told = self._call.retract(str(error))
-            if told is not None:
-                until(told)
-        with suppress(MeshcastError):  # nothing reads the source any more once it has ended
+            retraction = self._call.retract(str(error))
+            if retraction is not None:
+                until(retraction)
+        with suppress(MeshcastError):  # nothing reads the source any longer once it has ended
             self._call.wait()
         raise error
 
@@ -239,8 +239,8 @@ class Handle(Generic[T]):
 
 
 class _Future(torch.futures.Future[T]):
-    """torch's wait of a future hears of no signal: the call's own, which does, comes first. So it is for this
-    future; what then() makes of it is torch's."""
+    """torch's wait of a future notices no signal: the call's own, which does, comes first. So it is for
+    this future; what then() makes of it is torch's."""
 
     def __init__(self, call: Running) -> None:
         super().__init__()

@@ -117,7 +117,7 @@ class PinnedPool:
             self._loans.append((call, blocks))
 
     def abort(self, reason: str) -> None:
-        """Nothing: the calls that failed are told apart when memory is collected."""
+        """Nothing: the calls that failed are distinguished when memory is collected."""
 
     def close(self) -> None:
         """Nothing: blocks end with their last reference."""
@@ -143,7 +143,7 @@ def _succeeded(call: _C.Call) -> bool:
     if call.error is not None:
         return False
     try:
-        call.work.wait()  # does not block any more
+        call.work.wait()  # does not block any longer
     except Exception:
         return False
     return True
@@ -193,7 +193,7 @@ class Passage:
             if leaving:
                 pairs = [(host, tensor) for tensor, host in leaving]
                 self._left = copies.copy(self._device, pairs, self._behind)
-        except Exception as error:  # of CUDA: the other ranks must hear of it
+        except Exception as error:  # of CUDA: the other ranks must learn of it
             nbytes = sum(tensor.nbytes for tensor in given)
             raise MeshcastError(
                 f"{nbytes} bytes could not be brought to pinned host memory: {error}", phase="start"
@@ -258,7 +258,7 @@ class LandingWork:
     """The Work of a call whose results go onto a GPU once the transfer is over.
 
     wait() blocks the host until then, and orders the current stream behind the copy. is_completed(), and the
-    future, tell that the GPU is through as well. Each of them enqueues the copy if nobody has.
+    future, tell that the GPU is done as well. Each of them enqueues the copy if nobody has.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class LandingWork:
         if not self._work.is_completed():
             return False
         try:
-            self._work.wait()  # does not block any more; raises if the transfer failed
+            self._work.wait()  # does not block any longer; raises if the transfer failed
             return self._land().query()
         except Exception:  # wait() raises it
             return True

@@ -14,7 +14,7 @@ from .. import _C
 from .._C import Call, CallNumber
 from ..base import forks
 from ..base.checks import dtype_name
-from ..errors import Caller, LayoutError, MeshcastError, mark_told
+from ..errors import Caller, LayoutError, MeshcastError, mark_reported
 from ..groups.parent import ParentGroup, seconds
 from ..planning.plan import Plan, Problem, plan_many
 from .handle import Handle
@@ -194,7 +194,7 @@ class PersistentTransfer:
             found = Caller(self._op, self._group.rank).typed(error)
             (call.flight if call is not None else self._core.new_flight(reverse=False)).failed(found)
             self._group.refuse(self._lane, found, timeout).wait()
-            mark_told(found)
+            mark_reported(found)
             raise found from error.__cause__ if found is error else error
         self._submit(call)
         return call
@@ -233,11 +233,11 @@ class PersistentTransfer:
             forks.check(self._group.born, self._op)
             call.submit()
         except MeshcastError as error:
-            mark_told(error)
+            mark_reported(error)
             raise
         except BaseException as raised:  # of a handler of a signal: whether it was counted is not known
             self._group.interrupted(self._op, raised)
-            mark_told(raised)
+            mark_reported(raised)
             raise
 
     def reject_reverse(self, number: CallNumber, error: Exception, timeout: float) -> None:

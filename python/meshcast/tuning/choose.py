@@ -19,7 +19,7 @@ from ..base.wire import pack, unpack
 from ..errors import AbortedError, Caller, LayoutError, MeshcastError
 from ..groups.parent import parent_group, seconds
 from ..pipelining.action import Link, ScheduleError, chain
-from ..pipelining.board import PipelineBoard, refusals_told
+from ..pipelining.board import PipelineBoard, refusals_reported
 from ..pipelining.edge import check_kinds, group_of, links_of
 from ..pipelining.microbatch import Pieces, cut
 from ..pipelining.parallel import current
@@ -268,7 +268,7 @@ class _Search:
         columns: dist.ProcessGroup | None,
         timeout: float | timedelta | None,
     ) -> None:
-        with refusals_told(columns if columns is not None else group_of(stages)):
+        with refusals_reported(columns if columns is not None else group_of(stages)):
             check_kinds(stages)
             if not all(isinstance(each, PipelineStage) for each in stages):
                 raise LayoutError("the stages are none of meshcast.pipelining: they cannot run here")
@@ -280,7 +280,7 @@ class _Search:
             self._timeout = seconds(timeout, parent_group(group, "choose").timeout)
             edges = self._first.edges
             self._links = None if edges is None else links_of(edges)
-            # Behind all that is refused: see `refusals_told`.
+            # Behind all that is refused: see `refusals_reported`.
             self._board = PipelineBoard(group, self._timeout)
 
     def find(
@@ -505,7 +505,7 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
         memory_budget: bytes of activations that this rank may hold at once; None: no limit.
         columns: as `choose` takes it.
         show: the first rank prints the table.
-        options: of every schedule, see `PipelineSchedule`, but for those that are chosen: warmup and
+        options: of every schedule, see `PipelineSchedule`, except for those that are chosen: warmup and
             delay_weight_grad.
 
     Attributes:
@@ -541,7 +541,7 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
         show: bool = True,
         **options: Any,
     ) -> None:
-        with refusals_told(group_of(stages)):
+        with refusals_reported(group_of(stages)):
             chosen_here = {"warmup", "times", "delay_weight_grad"}.intersection(options)
             if chosen_here:
                 raise LayoutError(f"ScheduleAuto chooses {', '.join(sorted(chosen_here))}: leave it out")
@@ -630,7 +630,7 @@ class ScheduleAuto(torch_schedules._PipelineSchedule):
         return getattr(chosen, name)
 
     def _choose(self, batch: _Example, loss_kwargs: Mapping[str, Any] | None) -> None:
-        with refusals_told(group_of(self._listed) if self._columns is None else self._columns):
+        with refusals_reported(group_of(self._listed) if self._columns is None else self._columns):
             if not torch.is_grad_enabled():
                 raise MeshcastError(
                     "step trains and needs gradients enabled; use eval under torch.no_grad", op="pipeline"

@@ -328,7 +328,8 @@ class PlannedJob:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Seconds of a micro-batch, but for `summed`: of the gradients in a step. Bytes are those of a rank."""
+    """Seconds of a micro-batch, except for `summed`: of the gradients in a step. Bytes are those of a
+    rank."""
 
     forward: float
     backward: float

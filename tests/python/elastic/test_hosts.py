@@ -150,7 +150,7 @@ def test_a_job_that_loses_too_many_hosts_waits_for_others_and_ends(agents: Agent
     status, errors = agents.over(0)
     assert status == 1
     assert time.monotonic() - begin > 4
-    assert "is gone, with worker 0.0@1" in errors
+    assert "is lost, with worker 0.0@1" in errors
     assert not any(map(lives, pids))
 
 

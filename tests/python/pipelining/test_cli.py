@@ -91,7 +91,7 @@ def test_timeline_puts_ranks_on_one_scale(capsys: pytest.CaptureFixture[str], tm
     assert picture.read_bytes()[:4] == PNG
     out = lines_of(capsys)
     assert out[1] == (
-        "rank 1: computes 45.5%, waits for values 9.1%, for values on their way 4.5% of 1.1e+03 ms"
+        "rank 1: computes 45.5%, waits for values 9.1%, for values in flight 4.5% of 1.1e+03 ms"
     )
 
 
