@@ -285,7 +285,7 @@ class Recipe:
         return simulate_actions(self.lowered(rows, train=train), self._costs(**times))
 
     def _built(self, rows: int | None) -> Actions:
-        """Actions of a training step, by row of the schedule; compute alone, except under `lowered_already`."""
+        """Actions of a training step, by row of the schedule; compute alone, unless `lowered_already`."""
         if self.given is not None:
             return self.given
         built = scheduled(

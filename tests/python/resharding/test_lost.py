@@ -82,7 +82,7 @@ def test_gone_are_called_as_messages_call_them() -> None:
 
 def test_the_error_lists_them_and_survives_a_pickle() -> None:
     found = gone("w", (6,), Layout([0, 1, 2], [Shard(0)]), {0: 0, 2: 2}, Layout([1], [Replicate()]))
-    text = r"test on rank 1: 2 boxes live on no rank .* 'w' \[0:2\] of rank 0; 'w' \[4:6\]"
+    text = r"test on rank 1: 2 boxes are on no live rank: 'w' \[0:2\] of rank 0; 'w' \[4:6\]"
     with pytest.raises(LayoutError, match=text) as raised, Caller("test", 1):
         raise_gone(found)
     again = pickle.loads(pickle.dumps(raised.value))

@@ -98,7 +98,7 @@ def test_a_wait_ends_with_a_version_or_its_limit() -> None:
     with pytest.raises(DeadlineExceededError, match="any version: nobody has pushed one"):
         take(buffers, None, 0.05)
     buffers.tear(buffers.claim())
-    with pytest.raises(DeadlineExceededError, match="version 7 or a newer one: a push is on its way"):
+    with pytest.raises(DeadlineExceededError, match="version 7 or a newer one: a push is in flight"):
         take(buffers, 7, 0.05)
     buffers.release()
     arrives(buffers, 6)
