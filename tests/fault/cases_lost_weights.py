@@ -65,7 +65,7 @@ def named(error: BaseException) -> bool:
     """A frozen rank is one of those that are silent; the limit of a pull may come before that of the push."""
     text = str(error)
     ranks = " ".join(re.findall(r"ranks? \[?([\d, ]+)", text))
-    return str(VICTIM) in re.findall(r"\d+", ranks) or (FAULT == "frozen" and "is on its way" in text)
+    return str(VICTIM) in re.findall(r"\d+", ranks) or (FAULT == "frozen" and "is in flight" in text)
 
 
 def go_on(context, job: Job) -> None:
