@@ -34,7 +34,7 @@ GroupTransport::GroupTransport(std::shared_ptr<ProcessPlane> plane, uint64_t id,
       peers_(members_.size()) {
   for (size_t peer = 0; peer < peers_.size(); ++peer) {
     peers_[peer].rank = static_cast<int>(peer);
-    peers_[peer].credits = kCredits;
+    peers_[peer].credit = kCreditBytes;
   }
 }
 
@@ -94,7 +94,7 @@ void GroupTransport::arrived_locked(Kind kind, const Header& header, const std::
     case Kind::Announce: return announced_locked(header);
     case Kind::Post: return post_arrived_locked(header);
     case Kind::Taken: return taken_locked(header);
-    case Kind::Credit: peer.credits = std::clamp(peer.credits + header.count, 0, kCredits); return;
+    case Kind::Credit: peer.credit = std::clamp<int64_t>(peer.credit + header.count, 0, kCreditBytes); return;
     case Kind::Leave: return left_locked(header, data, nbytes);
   }
 }

@@ -24,9 +24,10 @@ class ProcessPlane;
 // The messages of one private group. Whatever ends in `_locked`, and what UCX calls, is called with the lock of
 // the plane held; ends of messages are then queued there.
 //
-// A small message goes at once. Any other goes once its receive is posted, in fragments, which are written
-// where they belong as they come: nothing is written that was not posted, or after the receive has ended. A
-// sender that finds nothing posted announces its message, and a receiver that has taken all of one says so.
+// An eager message goes at once. So does the beginning of any other that is not posted yet, which announces it;
+// the rest goes once its receive is posted, in fragments, which are written where they belong as they come:
+// nothing is written that was not posted, or after the receive has ended. A sender without credit announces its
+// message alone. A receiver that has taken all of a message that was not eager says so.
 class GroupTransport final : public ProbingTransport {
  public:
   GroupTransport(std::shared_ptr<ProcessPlane> plane, uint64_t id, std::vector<Address> members, int rank,
@@ -76,8 +77,8 @@ class GroupTransport final : public ProbingTransport {
   };
   struct Peer {
     int rank = -1;                        // in the group
-    int32_t credits = 0;                  // small messages that may go at once
-    int32_t taken = 0;                    // small messages taken since the last credit
+    int64_t credit = 0;                   // bytes that may go there at once
+    int64_t taken = 0;                    // bytes of credit that were used up here since it last got some back
     int32_t left_rails = 0;               // on which it has said that it leaves
     bool told = false;                    // that this rank leaves
     std::string lost;                     // why nothing comes from there any longer; empty while something may
@@ -91,9 +92,9 @@ class GroupTransport final : public ProbingTransport {
     bool posted = false;  // the sender has been told
   };
   struct Arrival {                // what nobody has posted yet
-    std::vector<std::byte> data;  // of a small message; else it is announced
-    int64_t nbytes = 0;
-    bool announced = false;
+    std::vector<std::byte> data;  // the bytes that were sent eagerly
+    int64_t nbytes = 0;           // of the message
+    bool announced = false;       // its sender waits for a post before it sends the rest
   };
 
   // Connections, in group_transport.cpp.
@@ -103,6 +104,7 @@ class GroupTransport final : public ProbingTransport {
     return link_locked(peer, rail_of(peer, key, sender), why);
   }
   Peer& peer_at(int peer) { return peers_[static_cast<size_t>(peer)]; }
+  bool leaves(int peer) { return peer_at(peer).leaves != TimePoint::max(); }
   bool knows(int32_t peer) const { return peer >= 0 && peer < static_cast<int32_t>(peers_.size()); }
   void say_locked(const std::shared_ptr<Link>& link, int peer, Kind kind, Header header, std::string text = {});
   void lose_locked(Peer& peer, const std::string& why);
@@ -115,6 +117,7 @@ class GroupTransport final : public ProbingTransport {
   // Messages out, in messages_out.cpp.
   static Sending* front_locked(Line& line);
   bool may_send_locked(Line& line);  // one more fragment
+  bool may_send_eagerly_locked(const Key& key, int64_t nbytes);
   void announce_locked(Sending& sending);
   void post_arrived_locked(const Header& header);
   void taken_locked(const Header& header);
@@ -126,7 +129,7 @@ class GroupTransport final : public ProbingTransport {
   void data_locked(const Header& header, const std::byte* data, int64_t nbytes);
   void announced_locked(const Header& header);
   void post_locked(int peer, uint64_t key, Receiving& receiving);
-  void taken_small_locked(int peer);
+  void credit_locked(int peer, int64_t nbytes);
   void arrive_locked(const Key& key, Arrival arrival);
 
   const std::shared_ptr<ProcessPlane> plane_;

@@ -22,7 +22,7 @@ enum class Kind : uint8_t {
   Announce,  // a message waits for its receive
   Post,      // a receive waits for its message
   Taken,     // a message that waited for its receive has been received as a whole
-  Credit,    // so many small messages have been received
+  Credit,    // so many bytes of eager messages have been received
   Leave,  // a rank uses the group no more, by its own end or because the group failed there, of which it tells
           // the cause; it says so on each rail that it has, behind all that it sent there
 };
@@ -30,7 +30,7 @@ inline constexpr int kKinds = 6;
 
 // Of what ranks send each other, to be raised with each change of Kind, Header, or what they mean. Ranks
 // compare it as they meet, see Address.
-inline constexpr uint32_t kWireVersion = 1;
+inline constexpr uint32_t kWireVersion = 2;
 inline constexpr uint32_t kWireMagic = 0x6d637500 + kWireVersion;  // "mcu"
 
 // Goes in front of each of these.
@@ -38,7 +38,7 @@ struct Header {
   uint64_t group = 0;
   uint64_t key = 0;     // of the message: Data, Announce, Post, Taken
   int32_t sender = -1;  // rank in the group
-  int32_t count = 0;    // Data: 1 if it used a credit. Credit: of messages. Leave: of rails
+  int32_t count = 0;    // Data: 1 if it is eager. Credit: of bytes. Leave: of rails
   int64_t offset = 0;   // Data: of these bytes in the message
   int64_t nbytes = 0;   // Data, Announce: of the message. Post: of the receive
   uint32_t magic = kWireMagic;
@@ -110,8 +110,9 @@ struct Flight {
   Header header;
   std::string text;                   // of a Leave
   Fragment buffer;                    // what is sent, where that had to be packed
-  std::unique_ptr<Outgoing> message;  // that ends with it: a small one
+  std::unique_ptr<Outgoing> message;  // that ends with it: an eager one
   std::shared_ptr<Sending> sending;   // of which it is a fragment
+  std::shared_ptr<Line> line;         // in which it counts; none for the beginning of a message
 };
 
 // How a message ended, to be told once the lock is released.

@@ -19,27 +19,37 @@ void GroupTransport::recv(const Envelope& from, int64_t nbytes, std::unique_ptr<
     return message->failed(from.peer, kAborted);
   }
   auto arrival = arrivals_.extract(Key{from.peer, from.key});
+  int64_t arrived = 0;
+  if (arrival && !arrival.mapped().data.empty()) {
+    const Arrival& begun = arrival.mapped();
+    const auto count = static_cast<int64_t>(begun.data.size());
+    if (begun.nbytes == nbytes) {
+      lock.unlock();  // nobody else knows the message yet
+      message->write(0, count, begun.data.data());
+      lock.lock();
+      arrived = count;
+    }
+    credit_locked(from.peer, count);
+  }
   if (arrival && !arrival.mapped().announced) {
-    const Arrival& small = arrival.mapped();
-    auto error = mismatch(small.nbytes, nbytes);
-    if (!error) message->write(0, nbytes, small.data.data());
-    end_locked(from.peer, std::move(message), std::move(error));
-    taken_small_locked(from.peer);
+    if (arrival.mapped().data.empty()) credit_locked(from.peer, 0);
+    end_locked(from.peer, std::move(message), aborted_ ? kAborted : mismatch(arrival.mapped().nbytes, nbytes));
     lock.unlock();
     return plane_->tell();
   }
   // Connected also to receive: else this rank would not notice that the peer dies.
   std::string why;
-  if (!link_for_locked(from.peer, from.key, from.peer, &why)) {
+  if (aborted_ || !link_for_locked(from.peer, from.key, from.peer, &why)) {
     lock.unlock();
-    return message->failed(from.peer, {Cause::Closed, why});
+    return message->failed(from.peer, why.empty() ? kAborted : TransportError(Cause::Closed, why));
   }
   Receiving& receiving = receivings_[{from.peer, from.key}];
   receiving.message = std::move(message);
   receiving.nbytes = nbytes;
+  receiving.arrived = arrived;
   if (arrival) {
     announced_locked({id_, from.key, from.peer, 0, 0, arrival.mapped().nbytes});
-  } else if (nbytes > kSmallBytes) {
+  } else if (nbytes > kEagerBytes) {
     post_locked(from.peer, from.key, receiving);
   }
   lock.unlock();
@@ -93,13 +103,16 @@ void GroupTransport::announced_locked(const Header& header) {
 void GroupTransport::data_locked(const Header& header, const std::byte* data, int64_t nbytes) {
   if (header.offset < 0 || nbytes > header.nbytes || header.offset > header.nbytes - nbytes) return;
   const Key key{header.sender, header.key};
-  const bool small = header.count == 1;
+  const bool eager = header.count == 1;
+  const bool announces = eager && nbytes < header.nbytes;
   const auto it = receivings_.find(key);
   if (it == receivings_.end()) {  // what has ended takes no more fragments
-    if (small) arrive_locked(key, {{data, data + nbytes}, nbytes, false});
+    if (eager) arrive_locked(key, {{data, data + nbytes}, header.nbytes, announces});
     return;
   }
   Receiving& receiving = it->second;
+  if (eager) credit_locked(key.peer, nbytes);
+  if (announces) post_locked(key.peer, key.key, receiving);  // the sender compares the sizes, too
   auto error = mismatch(header.nbytes, receiving.nbytes);
   if (!error) {
     receiving.message->write(header.offset, nbytes, data);
@@ -109,19 +122,21 @@ void GroupTransport::data_locked(const Header& header, const std::byte* data, in
   const bool whole = !error;
   end_locked(key.peer, std::move(receiving.message), std::move(error));
   receivings_.erase(it);
-  if (small) return taken_small_locked(key.peer);
+  if (eager) return;
   std::string why;
   const auto link = link_for_locked(key.peer, key.key, key.peer, &why);
   if (whole && link) say_locked(link, key.peer, Kind::Taken, {id_, key.key, rank_, 0, 0, 0});
 }
 
-// Says now and then that small messages have been taken.
-void GroupTransport::taken_small_locked(int peer) {
-  int32_t& taken = peer_at(peer).taken;
-  if (++taken < kCredits / 2) return;
+// Gives credit back, not for each message but once half of it was used.
+void GroupTransport::credit_locked(int peer, int64_t nbytes) {
+  int64_t& taken = peer_at(peer).taken;
+  taken += credit_of(nbytes);
+  if (taken < kCreditBytes / 2) return;
+  const auto count = static_cast<int32_t>(std::exchange(taken, 0));
   std::string why;
   const auto link = link_locked(peer, 0, &why);
-  if (link) say_locked(link, peer, Kind::Credit, {id_, 0, rank_, std::exchange(taken, 0), 0, 0});
+  if (link) say_locked(link, peer, Kind::Credit, {id_, 0, rank_, count, 0, 0});
 }
 
 }  // namespace meshcast::ucx

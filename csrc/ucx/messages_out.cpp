@@ -19,34 +19,39 @@ constexpr int kFragmentsAhead = 4;
 
 void GroupTransport::send(const Envelope& to, int64_t nbytes, std::unique_ptr<Outgoing> message) {
   if (plane_->foreign()) return message->failed(to.peer, kForked);
+  const Key key{to.peer, to.key};
+  const int64_t head = std::min(nbytes, kEagerBytes);
+  const std::byte* packed = message->packed();
   std::unique_lock lock(plane_->mutex());
-  if (aborted_) {
+  Fragment buffer;
+  if (!packed && may_send_eagerly_locked(key, nbytes)) {
+    buffer = plane_->fragment_locked();
     lock.unlock();
-    return message->failed(to.peer, kAborted);
+    message->read(0, head, buffer.get());
+    lock.lock();
   }
   std::string why;
-  auto link = link_for_locked(to.peer, to.key, rank_, &why);
+  const auto link = aborted_ ? nullptr : link_for_locked(to.peer, to.key, rank_, &why);
+  const bool eager = link && may_send_eagerly_locked(key, nbytes);  // asked again: others may have sent
+  if (buffer && !eager) plane_->give_back_locked(std::move(buffer));
   if (!link) {
     lock.unlock();
-    return message->failed(to.peer, {Cause::Closed, why});
+    return message->failed(to.peer, why.empty() ? kAborted : TransportError(Cause::Closed, why));
   }
-  Peer& peer = peer_at(to.peer);
-  const std::byte* packed = message->packed();
-  const bool leaving = peer.leaves != TimePoint::max();
-  if (nbytes <= kSmallBytes && peer.credits > 0 && !leaving) {
-    --peer.credits;
-    auto flight = std::make_unique<Flight>();
-    if (!packed) {
-      flight->buffer = plane_->fragment_locked();
-      message->read(0, nbytes, flight->buffer.get());
-      packed = flight->buffer.get();
-    }
+  std::unique_ptr<Flight> flight;
+  if (eager) {
+    peer_at(to.peer).credit -= credit_of(head);
+    flight = std::make_unique<Flight>();
+    flight->buffer = std::move(buffer);
     flight->group = this;
-    flight->link = std::move(link);
+    flight->link = link;
     flight->peer = to.peer;
-    flight->message = std::move(message);
     flight->header = {id_, to.key, rank_, 1, 0, nbytes};
-    const bool ended = plane_->send_locked(std::move(flight), packed, nbytes);
+  }
+  const std::byte* data = packed || !eager ? packed : flight->buffer.get();
+  if (eager && head == nbytes) {
+    flight->message = std::move(message);
+    const bool ended = plane_->send_locked(std::move(flight), data, nbytes);
     lock.unlock();
     if (ended) plane_->tell();
     return;
@@ -58,15 +63,27 @@ void GroupTransport::send(const Envelope& to, int64_t nbytes, std::unique_ptr<Ou
   sending->nbytes = nbytes;
   sending->packed = packed;
   sending->message = std::move(message);
-  const Key key{to.peer, to.key};
   sendings_[key] = sending;
-  if (const auto post = posts_.extract(key)) {
+  if (eager) {  // the beginning, which announces the rest
+    flight->sending = sending;
+    sending->announced = true;
+    sending->issued = head;
+    ++sending->in_flight;
+    plane_->send_locked(std::move(flight), data, head);
+  } else if (const auto post = posts_.extract(key)) {
     post_arrived_locked({id_, to.key, to.peer, 0, 0, post.mapped()});
-  } else if (!leaving) {  // who leaves takes nothing: it counts as lost soon
+  } else if (!leaves(to.peer)) {  // who leaves takes nothing: it counts as lost soon
     announce_locked(*sending);
   }
   lock.unlock();
   plane_->tell();
+}
+
+// Whether its first bytes, up to kEagerBytes, may go at once. The beginning of a message that is posted need
+// not: all of it may.
+bool GroupTransport::may_send_eagerly_locked(const Key& key, int64_t nbytes) {
+  if (nbytes > kEagerBytes && posts_.contains(key)) return false;
+  return peer_at(key.peer).credit >= credit_of(std::min(nbytes, kEagerBytes)) && !leaves(key.peer);
 }
 
 void GroupTransport::announce_locked(Sending& sending) {
@@ -151,6 +168,7 @@ void GroupTransport::pump(const std::shared_ptr<Line>& line) {
     flight->link = sending->link;
     flight->peer = sending->peer;
     flight->sending = sending;
+    flight->line = line;
     flight->header = {id_, sending->key, rank_, 0, sending->issued, sending->nbytes};
     sending->issued += nbytes;
     sending->all_issued = sending->issued == sending->nbytes;
@@ -203,8 +221,10 @@ void GroupTransport::ended_locked(Flight* flight, ucs_status_t status) {
   }
   if (const auto& sending = owned->sending) {
     --sending->in_flight;
-    --sending->line->in_flight;
-    if (!sending->line->waiting.empty()) queue_pump_locked(sending->line);
+    if (owned->line) {
+      --owned->line->in_flight;
+      if (!owned->line->waiting.empty()) queue_pump_locked(owned->line);
+    }
     if (error && !sending->error) sending->error = error;
     settle_locked(sending);
   } else if (owned->message) {

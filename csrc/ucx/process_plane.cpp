@@ -331,7 +331,7 @@ bool ProcessPlane::send_locked(std::unique_ptr<Flight> flight, const void* data,
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS |
                        UCP_OP_ATTR_FIELD_MEMORY_TYPE;
   // A device brings a fragment into a buffer of the receiver. Elsewhere that would be one more question.
-  param.flags = rdma_ && flight->sending ? UCP_AM_SEND_FLAG_RNDV : UCP_AM_SEND_FLAG_EAGER;
+  param.flags = rdma_ && flight->line ? UCP_AM_SEND_FLAG_RNDV : UCP_AM_SEND_FLAG_EAGER;
   param.cb.send = on_sent;
   param.user_data = flight.get();
   param.memory_type = UCS_MEMORY_TYPE_HOST;
@@ -374,7 +374,7 @@ ucs_status_t ProcessPlane::on_message(void* inbox, const void* header, size_t he
   return UCS_OK;
 }
 
-// What comes for a group before this process has joined it is small: nothing is posted yet.
+// What comes for a group before this process has joined it is bounded by credit: nothing is posted yet.
 void ProcessPlane::arrived_locked(Kind kind, const Header& header, const std::byte* data, size_t nbytes) {
   const auto it = groups_.find(header.group);
   if (it != groups_.end()) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -10,11 +11,13 @@
 
 namespace meshcast::ucx {
 
-// Messages up to this size are sent at once, into a buffer of the receiver if it has not posted yet; larger
-// ones wait for it. How many small ones may lie in such buffers is bounded: a sender that has not heard of any
-// of the last kCredits that they were taken has its next ones wait as well.
-inline constexpr int64_t kSmallBytes = 8 * 1024;
-inline constexpr int32_t kCredits = 64;
+// Messages up to this size are sent at once (eager), into a buffer of the receiver if it has not posted yet;
+// larger ones wait for it. The bytes that may lie in such buffers are bounded for each pair: a message takes
+// its size of the sender's credit, and what is small counts as kLeastCredit. A sender without credit waits.
+inline constexpr int64_t kEagerBytes = 256 * 1024;
+inline constexpr int64_t kLeastCredit = 8 * 1024;
+inline constexpr int64_t kCreditBytes = 1024 * 1024;
+inline int64_t credit_of(int64_t nbytes) { return std::max(nbytes, kLeastCredit); }
 
 // What is larger travels in fragments: small enough to be in a core's caches while they are packed and put in
 // place, large enough that what each of them costs does not count (docs/decisions.md has the figures).
