@@ -17,11 +17,13 @@
 #include "binding/core_binding.h"
 #include "c10d/c10d_store.h"
 #include "c10d/c10d_transport.h"
+#include "c10d/fresh_tensor.h"
 #include "c10d/process_group/pending_work.h"
 #include "c10d/process_group/process_group.h"
 #include "c10d/tensor_group.h"
 #include "group/host_memory.h"
 #include "memory/digest.h"
+#include "memory/large_blocks.h"
 #include "plan/plan.h"
 #include "run/executor.h"
 #include "run/run_state.h"
@@ -129,6 +131,9 @@ void bind_runtime(py::module_& m) {
       [](double seconds) { Executor::of_process().finish(deadline_after(checked_timeout(seconds))); },
       py::arg("seconds"), NoGil());
 
+  m.def("fresh_tensor", &fresh_tensor, py::arg("shape"), py::arg("dtype"));
+  m.def("use_large_blocks", &use_large_blocks, py::arg("use"));
+  m.def("kept_large_bytes", &kept_large_bytes);
   m.def(
       "digest",
       [](const at::Tensor& part, const std::vector<int64_t>& low, const std::vector<int64_t>& shape,

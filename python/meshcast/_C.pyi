@@ -112,6 +112,15 @@ def finish_callbacks(seconds: float) -> None:
     """Waits until no callback is left, at most so long; later ones are not called. For the end of the
     process."""
 
+def fresh_tensor(shape: Sequence[int], dtype: dtype) -> Tensor:
+    """Returns a dense tensor on the CPU whose values are not set; see csrc/c10d/fresh_tensor.h."""
+
+def use_large_blocks(use: bool) -> None:
+    """Decides whether large ones keep their memory for the next; see csrc/core/memory/large_blocks.h."""
+
+def kept_large_bytes() -> int:
+    """Bytes that this process keeps for the next ones."""
+
 def digest(
     part: Tensor,
     low: Sequence[int],

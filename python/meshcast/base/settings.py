@@ -103,6 +103,15 @@ HOST_ID = Setting(
     "a group is made",
     "Takes the place of what is found out: ranks with equal texts are taken to share memory and NICs.",
 )
+HUGE_PAGES = Setting(
+    "MESHCAST_HUGE_PAGES",
+    "1",
+    "0, which leaves the memory of results to torch, or 1",
+    "a group is made",
+    "Whether results on the CPU of 2 MiB and more take memory that an earlier one has freed, or ask for huge "
+    "pages (resharding.md).",
+    choices=("0", "1"),
+)
 IFNAMES = Setting(
     "MESHCAST_IFNAMES",
     "",
@@ -152,7 +161,10 @@ UCX = Setting(
     "the wheel's (transports.md).",
 )
 
-ALL = (BROADCAST_BYTES, CUDA_TRANSPORT, FLIGHT_RECORD, HOST_ID, IFNAMES, LOG, SHM, SHM_MB, TRANSPORT, UCX)
+ALL = (
+    BROADCAST_BYTES, CUDA_TRANSPORT, FLIGHT_RECORD, HOST_ID, HUGE_PAGES, IFNAMES, LOG, SHM, SHM_MB, TRANSPORT,
+    UCX,
+)  # fmt: skip
 
 
 def problems() -> list[str]:

@@ -143,6 +143,7 @@ class _Joining:
 
 def _host_memory(ranks: int) -> _C.HostMemory:
     """ranks: of the private group."""
+    _C.use_large_blocks(settings.HUGE_PAGES.choice() == "1")
     if settings.SHM.choice() == "0":
         return _C.HostMemory(ranks, f"{settings.SHM.name} is 0")
     _C.HostMemory.set_budget(settings.SHM_MB.integer() << 20)

@@ -24,6 +24,7 @@ from ..layout import Layout
 from ..planning.plan import Problem, plan_many
 from ..topology import Topology
 from ..transfers.handle import Handle
+from ..transfers.medium import fresh
 from ..transfers.transfer import DEFAULT_OPTIONS, PersistentTransfer, PlanOptions
 from .action import Link
 from .board import PipelineBoard, Refused
@@ -299,7 +300,7 @@ class EdgeTransfers:
         return self.transfer.start(given or nothing, self._empty() or nothing, timeout=timeout)
 
     def _empty(self) -> list[torch.Tensor]:
-        return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._buffers]
+        return [fresh(shape, dtype, self._device) for shape, dtype in self._buffers]
 
 
 def make_transfer(

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..errors import LayoutError, MeshcastError
-from ..transfers.medium import settled
+from ..transfers.medium import fresh, settled
 from .compiled import as_dtensor
 
 if TYPE_CHECKING:
@@ -116,9 +116,7 @@ class _Visit:
             assert gradient is not None
             shape = gradient.source_shape
             incoming.append(
-                None
-                if shape is None
-                else torch.empty(shape, dtype=gradient.ends.destination, device=move.source_device)
+                None if shape is None else fresh(shape, gradient.ends.destination, move.source_device)
             )
         if compiled.transfer is not None:
             assert self.number is not None

@@ -22,6 +22,7 @@ import torch
 from ..base.cache import Cache
 from ..errors import LayoutError, MeshcastError
 from ..transfers.handle import CallNumber
+from ..transfers.medium import fresh
 
 if TYPE_CHECKING:
     from .compiled import Compiled
@@ -115,7 +116,7 @@ def _run(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:
     target = None
     if move.local_shape is not None:
         kind = move.ends.destination
-        target = out if kind == move.dtype else torch.empty_like(out, dtype=kind)
+        target = out if kind == move.dtype else fresh(out.shape, kind, out.device)
     started = compiled.transfer.launch([source], [target], known.limit, driven=True)
     started.wait()
     if target is not None and target is not out:
@@ -143,7 +144,7 @@ def _run_backward(grad: torch.Tensor, number: torch.Tensor, call: int) -> torch.
 
 
 def _empty(shape: tuple[int, ...] | None, dtype: torch.dtype, ndim: int, device: str | None) -> torch.Tensor:
-    return torch.empty((0,) * ndim if shape is None else shape, dtype=dtype, device=device)
+    return fresh((0,) * ndim if shape is None else shape, dtype, device)
 
 
 def _fake(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:  # noqa: ARG001

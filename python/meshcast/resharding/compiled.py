@@ -27,6 +27,7 @@ from ..transfers.medium import (
     Ends,
     device_types_of,
     ends_of,
+    fresh,
     require_gpu,
     settled,
 )
@@ -203,7 +204,7 @@ class TensorMove:
         if self.local_shape is None:
             local = self.shell(self.dtype, self.device)
         else:
-            local = torch.empty(self.local_shape, dtype=self.dtype, device=self.device)
+            local = fresh(self.local_shape, self.dtype, self.device)
         return as_dtensor(local, self.spec)
 
     def outgoing(self, local: torch.Tensor) -> torch.Tensor:
@@ -404,7 +405,7 @@ class Compiled:
                 local = target = result._local_tensor
                 if move.ends.destination != move.dtype:
                     kind = move.ends.destination
-                    target = torch.empty(move.local_shape, dtype=kind, device=move.device)
+                    target = fresh(move.local_shape, kind, move.device)
                     cast.append((local, target))
                 if out is not None and source is not None and overlaps(source, target):
                     # Neighbours would read what already came in from others.

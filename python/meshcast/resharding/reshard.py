@@ -21,7 +21,7 @@ from ..layout import Layout
 from ..planning.plan import Problem
 from ..spec import TensorSpec
 from ..transfers.handle import Handle
-from ..transfers.medium import DeviceTypes, device_types_of, require_gpu
+from ..transfers.medium import DeviceTypes, device_types_of, fresh, require_gpu
 from ..transfers.transfer import DEFAULT_OPTIONS, CallOptions, PersistentTransfer, PlanOptions, kept_transfer
 from .autograd import differentiable_call
 from .compiled import (
@@ -561,7 +561,7 @@ def reshard_local(
         if dst is None:
             local_shape = dst_layout.local_shapes(shape).get(parent.rank)
             where = "cuda" if transfer._device_types[1] == "cuda" else None
-            dst = None if local_shape is None else torch.empty(local_shape, dtype=dtype, device=where)
+            dst = None if local_shape is None else fresh(local_shape, dtype, where)
         else:
             check_storage(dst)
         src = copied(src) if copy and async_op else src

@@ -19,7 +19,7 @@ from ..groups.parent import ParentGroup
 from ..layout import Box, Layout
 from ..planning.plan import Problem
 from ..transfers.digest import added, pieces_digest, shard_digest
-from ..transfers.medium import Casts, Ends, require_gpu
+from ..transfers.medium import Casts, Ends, fresh, require_gpu
 from ..transfers.transfer import Call, PersistentTransfer, PlanOptions, ranks_of
 from .compiled import Reduction, reduction_inside
 from .meshes import ranks_text
@@ -134,9 +134,7 @@ class Batch:
                 if move.ends.destination != target.dtype or (move.through_host and target.is_cuda):
                     if move.target not in landing:
                         device = "cpu" if move.through_host else target.device
-                        landing[move.target] = torch.empty(
-                            target.shape, dtype=move.ends.destination, device=device
-                        )
+                        landing[move.target] = fresh(target.shape, move.ends.destination, device)
                     target = landing[move.target]
             sources.append(source)
             targets.append(target)

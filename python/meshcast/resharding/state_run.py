@@ -46,6 +46,7 @@ from ..layout import Layout
 from ..planning.plan import Problem
 from ..transfers.digest import shard_digest, values_digest
 from ..transfers.handle import Handle, Unordered, call_back
+from ..transfers.medium import fresh
 from ..transfers.transfer import Call, kept_transfer
 from .compiled import as_dtensor, copied, tensor_spec
 from .memory import note_written
@@ -184,7 +185,7 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, device_type: str) -> torch.
     """Memory that a target arrives in. A rank without GPU may be outside a mesh on GPUs, where it makes
     shells."""
     device = "cuda" if device_type == "cuda" and torch.cuda.is_available() else None
-    return torch.empty(shape, dtype=dtype, device=device)
+    return fresh(shape, dtype, device)
 
 
 def _wrapped(

@@ -29,6 +29,7 @@ __all__ = [
     "check_shards",
     "ends_of",
     "filled",
+    "fresh",
     "gpu_obstacle",
     "own_obstacle",
     "require_gpu",
@@ -113,6 +114,14 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor behind the wrapper in which functional collectives return before they have finished; the
     wrapper has no memory of its own."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def fresh(shape: Sequence[int], dtype: torch.dtype, device: str | torch.device | None = None) -> torch.Tensor:
+    """Returns a dense tensor for a call to fill, whose values are not set; without `device` on the CPU.
+    There a large one has memory that was freed by the last one of its size, or asks for huge pages."""
+    if device is None or str(device) == "cpu":
+        return _C.fresh_tensor(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def tensor_text(shape: Sequence[int], dtype: torch.dtype) -> str:
