@@ -48,11 +48,12 @@ class Buffers:
     def prepare(self, nbytes: int, window: int) -> list[torch.Tensor]:
         """What can be received into, with zeros: a tensor for each message in flight on rank 1."""
         count = nbytes // 4
-        if self.mine.numel() != count:
+        places = window if self.rank else 1
+        if self.mine.numel() != count or len(self._outs) != places:
             self.mine, self.wanted = (
                 torch.arange(count, dtype=torch.float32) + rank for rank in (self.rank, 1 - self.rank)
             )
-            self._outs = [torch.empty(count) for _ in range(window if self.rank else 1)]
+            self._outs = [torch.empty(count) for _ in range(places)]
         for out in self._outs:
             out.zero_()
         return self._outs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .cases import CARRIERS, PEERS, TRANSPORTS, Size, Way, way_of
+from .cases import CARRIERS, PEERS, TRANSPORTS, Size, against, is_against, way_of
 
 __all__ = ["text"]
 
@@ -60,7 +60,7 @@ def _head(results: Found) -> str:
 
 
 def _key(ways: list[str]) -> str:
-    lines = {way_of(key).name: [way_of(key).name, way_of(key).what] for key in ways}
+    lines = {way_of(key).name: [way_of(key).name, way_of(key).what] for key in ways if not is_against(key)}
     return table(["way", "what a message is"], list(lines.values()), 2)
 
 
@@ -92,37 +92,41 @@ def _ratios(rows: list[Found], ways: list[str], what: str, at: int, title: str) 
     """Each way of meshcast divided by each peer, the worst size in bold; nothing where no peer is there."""
     lines: list[list[str]] = []
     worst: list[str] = []
-    for keys in PEERS:
+    for divided in _divided(ways):
         of_peer: list[tuple[float, str]] = []
-        for key in ways:
-            known = way_of(key)
-            divisor = _divisor(known, [each for each in keys if each in ways])
-            if divisor is None or not _compared(known):
-                continue
-            found = [_ratio(row[what], key, divisor, at) for row in rows]
+        for key, by in divided:
+            found = [_ratio(row[what], key, by, at) for row in rows]
             most = max((each for each in found if each is not None), default=None)
             if most is None:
                 continue
+            name, divisor = way_of(key).name, way_of(by).name
             size = Size(rows[found.index(most)]["bytes"]).name
-            of_peer.append((most, f"{most:.2f} of {way_of(divisor).name} ({known.name}, {size})"))
-            lines.append([f"{known.name} / {way_of(divisor).name}", *(_cell(each, most) for each in found)])
+            of_peer.append((most, f"{most:.2f} of {divisor} ({name}, {size})"))
+            lines.append([f"{name} / {divisor}", *(_cell(each, most) for each in found)])
         worst += [max(of_peer)[1]] if of_peer else []
     if not lines:
         return []
     return [f"{title}, over that of a peer:", _by_size("", rows, lines), f"Worst: {', '.join(worst)}."]
 
 
-def _compared(way: Way) -> bool:
-    """Returns whether a way is one of meshcast by which messages travel, and not the second choice."""
-    return way.carrier in TRANSPORTS and not way.local
+def _divided(ways: list[str]) -> list[list[tuple[str, str]]]:
+    """Which way by which, for each peer: those by which messages travel, except the second choice. Last this
+    tree's by another's."""
+    compared = [key for key in ways if way_of(key).carrier in TRANSPORTS and not way_of(key).local]
+    found: list[list[tuple[str, str | None]]] = [
+        [(key, _divisor(key, keys)) for key in compared] for keys in PEERS
+    ]
+    found.append([(key, against(key)) for key in ways])
+    return [[(key, by) for key, by in each if by is not None and by in ways] for each in found]
 
 
-def _divisor(way: Way, keys: list[str]) -> str | None:
-    """Of one peer the way to compare with: one into fresh tensors, where there are two kinds, for a way that
-    makes them."""
-    alike = [key for key in keys if way_of(key).fresh == way.fresh]
-    several = any(way_of(key).fresh for key in keys)
-    return next(iter(alike if several else keys), None)
+def _divisor(key: str, keys: tuple[str, ...]) -> str | None:
+    """Of a peer's ways over the same transport the one that also makes new tensors, or also does not; the
+    only one in any case."""
+    way = way_of(key)
+    there = [each for each in keys if set(way.transports) <= set(way_of(each).transports)]
+    same = [each for each in there if way_of(each).fresh == way.fresh]
+    return next(iter(same if len(there) > 1 else there), None)
 
 
 def _ratio(found: Found, key: str, divisor: str, at: int) -> float | None:

@@ -64,7 +64,10 @@ def _count(take: Callable[[int], tuple[float, float]], messages: int) -> int:
     """How often a round repeats so many messages to take _SECONDS."""
     count = 1
     for part in (0.01, 0.1, 1):
-        count = max(1, round(part * _SECONDS / (take(count)[0] * messages)))
+        each = take(count)[0] * messages
+        if each >= _SECONDS:
+            return 1
+        count = max(1, round(part * _SECONDS / each))
     return count
 
 

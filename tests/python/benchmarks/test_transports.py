@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import check  # noqa: E402
-from benchmarks.transports import chart, page, rounds  # noqa: E402
+from benchmarks.transports import chart, page, rank, rounds  # noqa: E402
 from benchmarks.transports.cases import SIZES, WAYS, Size, against, key_of, way_of  # noqa: E402
+from benchmarks.transports.messages import Buffers  # noqa: E402
 
 SLOW = "not done within 90 s"
 OURS, GLOO, FRESH = "ucx/Resharder", "torch/gloo", "torch/gloo-fresh"
@@ -87,6 +89,20 @@ def test_ways_are_divided_by_those_that_do_the_same() -> None:
     assert "Worst: 2.00 of gloo (Resharder, 1 MiB), 12.00 of UCX alone (reshard, 4 KiB)." in lines
 
 
+def test_inside_a_host_ways_are_divided_by_what_shares_memory() -> None:
+    found = results()
+    ways = {"shm/reshard": 30e-6, "shm/reshard_": 20e-6, GLOO: 100e-6, FRESH: 120e-6, "mpi-shm/mpi": 2e-6}
+    found |= {"ways": list(ways), "sizes": [row(4096, ways)]}
+    lines = page.text(found).splitlines()
+    assert "### Between hosts, over TCP" not in lines
+    assert [line for line in lines if " / " in line][:4] == [
+        "| reshard / gloo, fresh | **0.25** |",
+        "| reshard_ / gloo | **0.20** |",
+        "| reshard / Open MPI | **15.00** |",
+        "| reshard_ / Open MPI | **10.00** |",
+    ]
+
+
 def test_a_part_has_tables_of_what_was_measured() -> None:
     found = results()
     del found["connects"], found["groups"], found["carriers"]
@@ -96,7 +112,10 @@ def test_a_part_has_tables_of_what_was_measured() -> None:
             each[what][against(OURS)] = [0.5 * value for value in each[what][OURS]]
     lines = page.text(found).splitlines()
     assert "| Resharder, other tree | 25.0 | 1000 |" in lines
-    assert not [line for line in lines if " / " in line], "no peer"
+    assert "| Resharder / Resharder, other tree | **2.00** | **2.00** |" in lines
+    assert not [line for line in lines if " / gloo" in line], "which was not measured"
+    assert len([line for line in lines if line.startswith("| Resharder | `")]) == 1
+    assert not [line for line in lines if line.startswith("| Resharder, other tree | `")]
     assert "### Connections and threads" not in lines
 
 
@@ -176,6 +195,60 @@ def test_a_figure_takes_as_long_at_every_size() -> None:
     assert {order[2] for order in slow.orders if order[0] != "check"} == {1}, "never less than one"
     assert found["latency"][OURS] == [10e-6, 20e-6]
     assert list(found["stream"]) == [OURS, GLOO]
+
+
+class Loop:
+    """A way whose messages bring what this rank's own are, as if it were the other's."""
+
+    def __init__(self, buffers: Buffers, wrong_from: int = 1 << 30) -> None:
+        self.buffers, self.calls, self.wrong_from = buffers, [], wrong_from
+
+    def prepare(self, nbytes: int, window: int) -> None:
+        self.outs = self.buffers.prepare(nbytes, window)
+        self.calls.append("prepare")
+
+    def there(self) -> None:
+        self.calls.append("there")
+
+    def back(self) -> None:
+        self.calls.append("back")
+
+    def batch(self) -> None:
+        self.calls.append("batch")
+        for out in self.outs:
+            out.copy_(self.buffers.wanted if len(self.calls) < self.wrong_from else self.buffers.mine)
+
+    def right(self) -> bool:
+        return self.buffers.right(self.outs)
+
+    def settle(self) -> None:
+        self.calls.append("settle")
+
+
+class Orders(io.StringIO):
+    """Lines to read; what is written is kept apart."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__("".join(f"{line}\n" for line in lines))
+        self.answers: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.answers.append(text.strip())
+        return len(text)
+
+
+def test_a_rank_carries_out_orders_by_the_way_that_they_name() -> None:
+    ways = {"a": Loop(Buffers(1)), "b": Loop(Buffers(1), wrong_from=3)}
+    orders = Orders(
+        "check 64 2 0 a", "check 64 2 0 b", "check 32 3 0 a", "latency 32 3 2 a", "stream 32 3 4 a"
+    )
+    rank.serve(ways.__getitem__, orders)
+    assert orders.answers[:3] == ["right", "wrong values", "right"]
+    for answer in orders.answers[3:]:
+        assert all(float(word) >= 0 for word in answer.split())
+    assert len(ways["a"].outs) == 3, "a tensor for each message in flight"
+    round_of = ["there", "back"]
+    assert ways["a"].calls[-15:] == [*round_of * 3, "settle", *round_of, *["batch"] * 4, "back", "settle"]
 
 
 def test_bench_check_sees_messages_that_became_slower() -> None:
