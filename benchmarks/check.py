@@ -20,9 +20,9 @@ from typing import Any
 
 from meshcast.bench.report import ratio
 
-from .transports.cases import Size
+from .transports.cases import Size, carrier_of
 from .transports.pair import Pair
-from .transports.rounds import messages, quotients
+from .transports.rounds import QUOTIENT, messages, quotients
 
 _COMMITTED = Path(__file__).with_name("results") / "paper_cases.json"
 _COMMITTED_MESSAGES = Path(__file__).with_name("results") / "transports.json"
@@ -82,18 +82,18 @@ def check_messages(repeats: int) -> list[str]:
     sizes = {size.nbytes for size in _MESSAGES}
     committed = json.loads(_COMMITTED_MESSAGES.read_text())["sizes"]
     before = quotients([row for row in committed if row["bytes"] in sizes])
-    pairs: list[Pair] = []
+    pairs: dict[str, Pair] = {}
     try:
-        for way in ("ucx", "torch"):
-            pairs.append(Pair(way, sys.executable))
+        for key in QUOTIENT:
+            pairs[carrier_of(key)] = Pair(carrier_of(key), sys.executable)
         for turn in range(_TRIES):
-            found = worse_messages(before, quotients(messages(pairs, _MESSAGES, repeats)))
+            found = worse_messages(before, quotients(messages(pairs, QUOTIENT, _MESSAGES, repeats)))
             print("\n".join(f"# try {turn + 1}: {line}" for line in found.values()), flush=True)
             before = {name: before[name] for name in found}
             if not found:
                 break
     finally:
-        for pair in pairs:
+        for pair in pairs.values():
             pair.close()
     return list(found.values())
 

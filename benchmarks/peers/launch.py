@@ -46,14 +46,21 @@ class Mpi:
         return f"not installed: apt-get install {self.package}"
 
     def build(self, source: Path) -> Path:
-        program = _BUILD / f"{source.stem}.{self.compiler}"
-        if not program.exists() or program.stat().st_mtime < source.stat().st_mtime:
-            _BUILD.mkdir(parents=True, exist_ok=True)
-            command = [self.compiler, "-O2", "-std=gnu11", "-w", str(source), "-o", str(program)]
-            built = subprocess.run([*command, *self.libraries], capture_output=True, text=True, timeout=120)
-            if built.returncode != 0:
-                raise RuntimeError(f"{source.name} does not compile: {built.stderr[-600:]}")
-        return program
+        return compiled([self.compiler], source, self.libraries)
+
+
+def compiled(compiler: Sequence[str], source: Path, libraries: Sequence[str] = ()) -> Path:
+    """The program of a source in C and of the headers beside it, built where it is older than they. Raises
+    RuntimeError with what the compiler says."""
+    program = _BUILD / f"{source.stem}.{compiler[0]}"
+    newest = max(path.stat().st_mtime for path in (source, *source.parent.glob("*.h")))
+    if not program.exists() or program.stat().st_mtime < newest:
+        _BUILD.mkdir(parents=True, exist_ok=True)
+        command = [*compiler, "-O2", "-std=gnu11", "-w", str(source), "-o", str(program), *libraries]
+        built = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        if built.returncode != 0:
+            raise RuntimeError(f"{source.name} does not compile: {built.stderr[-600:]}")
+    return program
 
 
 def open_mpi_options(cluster: Cluster, ranks_per_host: int, agent: str) -> list[str]:

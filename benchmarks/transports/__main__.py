@@ -1,7 +1,9 @@
-"""python -m benchmarks.transports: messages between hosts over UCX and over gloo, beside torch's own over
-gloo, Open MPI's and commux's. Two ranks of this machine, as two hosts; then up to 64 of them for
-connections, and many private groups for threads. Writes benchmarks/results/transports.json, the chart and
-the tables of docs/transports.md; takes up to eight minutes, with nothing else running."""
+"""python -m benchmarks.transports: messages between two ranks of this machine by every call of meshcast that
+moves some, over UCX and through shared memory, beside torch's own over gloo, Open MPI's, UCX's own and
+commux's; then up to 64 ranks for connections, and many private groups for threads. Writes
+benchmarks/results/transports.json, the chart and the tables of docs/transports.md; takes up to fifteen
+minutes, with nothing else running. What is a part of that, or has another tree's calls in it, is only
+printed, and kept with --json."""
 
 from __future__ import annotations
 
@@ -9,12 +11,28 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from ..machine import ROOT, machine
 from ..page import publish
 from ..peers.mpi import OPEN_MPI
-from .cases import CONNECTS, GROUPS, SIZES, WAYS
+from . import ucp
+from .cases import (
+    CONNECTS,
+    GROUPS,
+    SIZES,
+    TRANSPORTS,
+    WAYS,
+    WORLDS,
+    Way,
+    against,
+    carrier_of,
+    is_against,
+    sizes,
+)
 from .chart import draw
 from .page import text
 from .pair import Pair
@@ -25,6 +43,7 @@ _PAGE = ROOT / "docs/transports.md"
 _CHART = ROOT / "docs/images/transports.svg"
 _MARK = "<!-- {} of what python -m benchmarks.transports writes -->"
 _CONNECT_ROUNDS = 3
+_OURS = ("ucx", "shm", "gloo")  # carriers of meshcast
 
 
 def _peers(commux: str | None) -> tuple[dict[str, str], dict[str, str]]:
@@ -32,10 +51,15 @@ def _peers(commux: str | None) -> tuple[dict[str, str], dict[str, str]]:
     versions, left_out = {}, {}
     missing = OPEN_MPI.missing()
     if missing:
-        left_out["mpi"] = missing
+        left_out["mpi"] = left_out["mpi-shm"] = missing
     else:
         said = subprocess.run([OPEN_MPI.launcher, "--version"], capture_output=True, text=True, check=True)
         versions["mpi"] = f"Open MPI {said.stdout.splitlines()[0].split()[-1]}"
+    missing = ucp.missing()
+    if missing:
+        left_out["ucp"] = missing
+    else:
+        versions["ucp"] = f"UCX of {ucp.origin()}"
     asked = (
         "import importlib.metadata as m; import torch, commux; "
         "print(f'commux {m.version(\"commux\")} with torch {torch.__version__}')"
@@ -51,10 +75,30 @@ def _peers(commux: str | None) -> tuple[dict[str, str], dict[str, str]]:
     return versions, left_out
 
 
+def _asked(args: argparse.Namespace, way: Way) -> bool:
+    """Returns whether a way is to be measured, where nothing is missing."""
+    return (args.ways is None or way.kind in args.ways) and bool(set(way.transports) & set(args.transports))
+
+
+@contextmanager
+def _pairs(ways: list[str], args: argparse.Namespace) -> Iterator[dict[str, Pair]]:
+    """The processes of ways, by carrier."""
+    with ExitStack() as ends:
+        found = {}
+        for carrier in dict.fromkeys(carrier_of(key) for key in ways):
+            tree = args.against if is_against(carrier) else ROOT
+            found[carrier] = Pair(carrier, args.commux if carrier == "commux" else sys.executable, tree)
+            ends.callback(found[carrier].close)
+        yield found
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     versions, left_out = _peers(args.commux)
-    ways = [way for way in WAYS if way not in left_out]
-    pythons = {way: args.commux if way == "commux" else sys.executable for way in ways}
+    asked = {key: way for key, way in WAYS.items() if _asked(args, way)}
+    left_out = {carrier: why for carrier, why in left_out.items() if carrier in map(carrier_of, asked)}
+    ways = [key for key in asked if carrier_of(key) not in left_out]
+    if args.against:
+        ways += [against(key) for key in ways if carrier_of(key) in _OURS]
     head = {
         **machine("benchmarks.transports"),
         "repeats": args.repeats,
@@ -63,37 +107,65 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.commux:
         head["command"] = head["command"].replace(args.commux, "PYTHON")
     results: dict[str, Any] = {"header": head, "ways": ways, "left_out": left_out}
-    pairs: list[Pair] = []
-    try:
-        for way in ways:
-            pairs.append(Pair(way, pythons[way]))
-        results["sizes"] = messages(pairs, SIZES, args.repeats)
-    finally:
-        for pair in pairs:
-            pair.close()
-    started = Started(pythons)
+    with _pairs(ways, args) as pairs:
+        results["sizes"] = messages(pairs, ways, args.sizes, args.repeats)
+    return results if args.only == "messages" else results | _worlds(args, left_out)
+
+
+def _worlds(args: argparse.Namespace, left_out: dict[str, str]) -> dict[str, Any]:
+    carriers = [carrier for carrier in WORLDS if carrier not in left_out]
+    started = Started(
+        {carrier: args.commux if carrier == "commux" else sys.executable for carrier in carriers}
+    )
     worlds = [world for world in CONNECTS if world <= args.most_ranks]
     try:
-        results["connects"] = connects(started.run, ways, min(args.repeats, _CONNECT_ROUNDS), worlds)
-        results["groups"] = idle_groups(started.run, GROUPS)
+        return {
+            "carriers": carriers,
+            "connects": connects(started.run, carriers, min(args.repeats, _CONNECT_ROUNDS), worlds),
+            "groups": idle_groups(started.run, GROUPS),
+        }
     finally:
         started.close()
-    return results
 
 
-def main() -> int:
+def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transports", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7, help="rounds of messages; connections have three")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of messages; connections have three")
     parser.add_argument("--commux", metavar="PYTHON", help="an interpreter that has commux and its torch")
     parser.add_argument("--most-ranks", type=int, default=max(CONNECTS), help="of a world; at least 16")
+    part = parser.add_argument_group("parts")
+    part.add_argument("--only", choices=["messages"], help="no connections and no threads")
+    part.add_argument("--sizes", type=int, nargs="+", metavar="KIB")
+    kinds = list(dict.fromkeys(way.kind for way in WAYS.values()))
+    part.add_argument("--ways", nargs="+", choices=kinds, metavar="WAY", help=f"of {', '.join(kinds)}")
+    part.add_argument("--transports", nargs="+", choices=list(TRANSPORTS), default=list(TRANSPORTS))
+    part.add_argument(
+        "--against", type=Path, metavar="TREE", help="another tree of meshcast, built, whose calls take turns"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures there and nowhere else")
     parser.add_argument("--no-publish", action="store_true", help="leave files as they are")
     parser.add_argument("--redraw", action="store_true", help="tables and chart from the committed figures")
     args = parser.parse_args()
     if args.repeats < 1 or args.most_ranks < 16:
         parser.error("--repeats must be 1 or more, --most-ranks 16 or more")
+    if args.against is not None:
+        args.against = args.against.resolve()
+        if not list((args.against / "python/meshcast").glob("_C.*.so")):
+            parser.error(f"--against: {args.against} is no tree of meshcast that has been built")
+    args.whole = not (args.only or args.sizes or args.ways or args.against or len(args.transports) == 1)
+    if args.sizes and min(args.sizes) < 1:
+        parser.error("--sizes are KiB, 1 or more")
+    args.sizes = sizes(args.sizes) if args.sizes else SIZES
+    return args
+
+
+def main() -> int:
+    args = _parsed()
     results = json.loads(_RESULTS.read_text()) if args.redraw else measure(args)
     print(text(results))
-    if not args.no_publish:
+    if args.json is not None:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    elif args.whole and not args.no_publish:
         publish(results, _RESULTS, _PAGE, _MARK, text(results), draw, _CHART)
     return 0
 

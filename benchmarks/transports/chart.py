@@ -8,13 +8,14 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-from .cases import WAYS, Size
-from .page import GIB
+from .cases import CARRIERS, WAYS, WORLDS, Size, carrier_of, way_of
 
 __all__ = ["draw"]
 
 Found = dict[str, Any]
-_MARKERS = dict(zip(WAYS, "osD^v", strict=True))
+_GIB = 1 << 30
+_DRAWN = [key for key, way in WAYS.items() if way.colour]
+_MARKERS = dict(zip(_DRAWN, "osD^v<>P", strict=True))
 
 
 def draw(results: Found, path: Path) -> None:
@@ -22,15 +23,17 @@ def draw(results: Found, path: Path) -> None:
     mpl.rcParams["svg.hashsalt"] = "meshcast"  # the same picture for the same figures
     figure, ((latency, rate), (cpu, connect)) = plt.subplots(2, 2, figsize=(12, 8))
     sizes = results["sizes"]
-    nbytes = [row["bytes"] for row in sizes]
     rows = {
-        latency: lambda row, way: row["latency"][way][0] * 1e6,
-        rate: lambda row, way: row["bytes"] / row["stream"][way][0] / 1e9,
-        cpu: lambda row, way: row["stream"][way][1] / row["bytes"] * GIB,
+        latency: ("latency", lambda _, seconds, __: seconds * 1e6),
+        rate: ("stream", lambda nbytes, seconds, _: nbytes / seconds / 1e9),
+        cpu: ("stream", lambda nbytes, _, cpu: cpu / nbytes * _GIB),
     }
-    for axes, value in rows.items():
-        for way in results["ways"]:
-            axes.plot(nbytes, [value(row, way) for row in sizes], **_look(way))
+    nbytes = [row["bytes"] for row in sizes]
+    drawn = [key for key in _DRAWN if key in results["ways"]]
+    for axes, (what, value) in rows.items():
+        for key in drawn:
+            values = [value(row["bytes"], *row[what][key]) for row in sizes]
+            axes.plot(nbytes, values, label=_name(key), **_look(key))
         axes.set_xscale("log", base=2)
         axes.set_xticks(nbytes, [Size(each).name for each in nbytes], rotation=30, ha="right")
         axes.set_xlabel("message size")
@@ -39,10 +42,13 @@ def draw(results: Found, path: Path) -> None:
     rate.set(title="Up to eight messages in flight", ylabel="rate, GB/s", ylim=(0, None))
     cpu.set_yscale("log")
     cpu.set(title="What that costs", ylabel="CPU time of both, s per GiB (log)")
-    for way in results["ways"]:
-        found = [(row["world"], row["first"][way]) for row in results["connects"]]
+    for key in drawn:
+        carrier = carrier_of(key)
+        if carrier not in WORLDS:
+            continue
+        found = [(row["world"], row["first"][carrier]) for row in results["connects"]]
         found = [(world, seconds) for world, seconds in found if not isinstance(seconds, str)]
-        connect.plot(*zip(*found, strict=True), **_look(way)) if found else None
+        connect.plot(*zip(*found, strict=True), **_look(key)) if found else None
     connect.set_xscale("log", base=2)
     connect.set_yscale("log")
     worlds = [row["world"] for row in results["connects"]]
@@ -53,14 +59,18 @@ def draw(results: Found, path: Path) -> None:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     handles, labels = latency.get_legend_handles_labels()
-    figure.legend(handles, labels, ncols=len(labels), loc="lower center", frameon=False)
-    figure.suptitle(f"Messages between processes over loopback TCP, {results['header']['cores']} cores")
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    figure.legend(handles, labels, ncols=(len(labels) + 1) // 2, loc="lower center", frameon=False)
+    figure.suptitle(f"Messages between processes of one machine, {results['header']['cores']} cores")
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
 
 
-def _look(way: str) -> dict[str, Any]:
-    known = WAYS[way]
-    return {"color": known.colour, "label": known.name, "marker": _MARKERS[way], "markersize": 5}
+def _name(key: str) -> str:
+    """In a legend, which has no table's title: what carries the messages, and of meshcast's a Resharder."""
+    return CARRIERS[carrier_of(key)].name
+
+
+def _look(key: str) -> dict[str, Any]:
+    return {"color": way_of(key).colour, "marker": _MARKERS[key], "markersize": 5}

@@ -1,7 +1,7 @@
 """One rank of a pair: does what it is told over a socket, see pair.py. Uses meshcast only where that is the
-way, so that other interpreters can run it.
+carrier or the backend, so that other interpreters can run it.
 
-python -m benchmarks.transports.rank WAY RANK SOCKET STORE_PORT
+python -m benchmarks.transports.rank CARRIER RANK SOCKET
 """
 
 from __future__ import annotations
@@ -9,178 +9,108 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .cases import WAYS
+from .cases import CARRIERS
+from .messages import Buffers, Messages, TorchMessages
 
 _LIMIT = timedelta(seconds=60)
 
 
-class Messages(Protocol):
-    """Messages between ranks 0 and 1, in place. Both ranks call each method."""
-
-    def prepare(self, nbytes: int, window: int) -> None:
-        """Makes buffers, of which the ones that are sent have values that differ by rank."""
-        ...
-
-    def there(self) -> None:
-        """From 0 to 1."""
-        ...
-
-    def back(self) -> None: ...
-    def batch(self) -> None:
-        """A window of messages from 0 to 1, all in flight at once."""
-        ...
-
-    def arrived(self) -> list[torch.Tensor]:
-        """What the messages of this rank were written into."""
-        ...
-
-
-def pattern(nbytes: int, rank: int) -> torch.Tensor:
-    return torch.arange(nbytes // 4, dtype=torch.int32) + rank
-
-
-class TorchMessages:
-    """isend and irecv of a backend of torch."""
-
-    def __init__(self, rank: int, backend: str) -> None:
-        self._rank = rank
+def _made(carrier: str, buffers: Buffers) -> Callable[[str], Messages]:
+    """The ways of a carrier by kind, made when they are first asked for."""
+    backend = CARRIERS[carrier].backend
+    if backend:
         if backend != "gloo":
             import commux
 
             commux.register()
-        self._group = dist.new_group([0, 1], backend=backend)
+        return lambda kind: TorchMessages(buffers, backend, fresh=kind == "gloo-fresh")
+    from .ours import KINDS
 
-    def prepare(self, nbytes: int, window: int) -> None:
-        self._mine = pattern(nbytes, self._rank)
-        self._outs = [torch.zeros_like(self._mine) for _ in range(window if self._rank else 1)]
-        self._window = window
-
-    def _one(self, sender: int) -> None:
-        if self._rank == sender:
-            dist.send(self._mine, 1 - sender, group=self._group)
-        else:
-            dist.recv(self._outs[0], sender, group=self._group)
-
-    def there(self) -> None:
-        self._one(0)
-
-    def back(self) -> None:
-        self._one(1)
-
-    def batch(self) -> None:
-        if self._rank == 0:
-            works = [dist.isend(self._mine, 1, group=self._group) for _ in range(self._window)]
-        else:
-            works = [dist.irecv(out, 0, group=self._group) for out in self._outs]
-        for work in works:
-            work.wait()
-
-    def arrived(self) -> list[torch.Tensor]:
-        return self._outs
+    return lambda kind: KINDS[kind](buffers)
 
 
-class MeshcastMessages:
-    """Resharders from rank 0 to rank 1 and back."""
-
-    def __init__(self, rank: int) -> None:
-        from torch.distributed.device_mesh import DeviceMesh
-
-        self._rank = rank
-        self._meshes = [
-            DeviceMesh("cpu", torch.tensor([each]), _init_backend=False, _rank=rank) for each in (0, 1)
-        ]
-
-    def prepare(self, nbytes: int, window: int) -> None:
-        import meshcast
-        from torch.distributed.tensor import DTensor, Replicate
-
-        def on_mesh(values: torch.Tensor) -> DTensor:
-            return DTensor.from_local(values, self._meshes[self._rank], [Replicate()], run_check=False)
-
-        specs = [
-            meshcast.TensorSpec((nbytes // 4,), torch.int32, mesh, [Replicate()]) for mesh in self._meshes
-        ]
-        here, there = self._meshes
-        self._forth = meshcast.Resharder(specs[0], there, [Replicate()], reuse_output=True)
-        self._home = meshcast.Resharder(specs[1], here, [Replicate()], reuse_output=True)
-        self._starts = meshcast.Resharder(specs[0], there, [Replicate()])
-        self._given = on_mesh(pattern(nbytes, self._rank))
-        self._outs: list[Any] = [None] * window
-        if self._rank == 1:
-            zeros = [torch.zeros(nbytes // 4, dtype=torch.int32) for _ in self._outs]
-            self._outs = [on_mesh(each) for each in zeros]
-        self._last: Any = None
-
-    def there(self) -> None:
-        found = self._forth.run(self._given if self._rank == 0 else None)
-        self._last = found if self._rank == 1 else self._last
-
-    def back(self) -> None:
-        found = self._home.run(self._given if self._rank == 1 else None)
-        self._last = found if self._rank == 0 else self._last
-
-    def batch(self) -> None:
-        given = self._given if self._rank == 0 else None
-        for handle in [self._starts.start(given, out=out) for out in self._outs]:
-            handle.wait()
-
-    def arrived(self) -> list[torch.Tensor]:
-        outs = self._outs if self._rank == 1 else []
-        return [each.to_local() for each in (self._last, *outs)]
-
-
-def serve(messages: Messages, rank: int, orders: Any) -> None:
-    """Carries out one order after the other: WHAT BYTES WINDOW COUNT, as mpi_messages.c does."""
+def serve(made: Callable[[str], Messages], orders: Any) -> None:
+    """Carries out one order after the other: WHAT BYTES WINDOW COUNT KIND, as orders.h does."""
+    ways: dict[str, Messages] = {}
     for line in orders:
-        what, *numbers = line.split()
+        what, *numbers, kind = line.split()
         nbytes, window, count = (int(number) for number in numbers)
+        if kind not in ways:
+            ways[kind] = made(kind)
+        messages = ways[kind]
         if what == "check":
-            messages.prepare(nbytes, window)
-            for _ in range(2):  # connects, and takes page faults
-                messages.there()
-                messages.back()
-                messages.batch()
-            wanted = pattern(nbytes, 1 - rank)
-            wrong = any(not torch.equal(found, wanted) for found in messages.arrived())
-            orders.write("wrong values\n" if wrong else "right\n")
-            orders.flush()
-            continue
-        messages.there()  # begins when both are here
-        messages.back()
-        begin, used = time.perf_counter(), time.process_time()
-        if what == "latency":
-            for _ in range(count):
-                messages.there()
-                messages.back()
+            answer = "right" if _check(messages, nbytes, window) else "wrong values"
         else:
-            for _ in range(count):
-                messages.batch()
-            messages.back()  # so that rank 0 ends when all has arrived
-        cpu = time.process_time() - used
-        orders.write(f"{time.perf_counter() - begin} {cpu}\n")
+            seconds, cpu = _measured(messages, what, count)
+            answer = f"{seconds} {cpu}"
+        messages.settle()
+        orders.write(f"{answer}\n")
         orders.flush()
 
 
+def _check(messages: Messages, nbytes: int, window: int) -> bool:
+    messages.prepare(nbytes, window)
+    for _ in range(2):  # connects, and takes page faults
+        messages.there()
+        messages.back()
+        messages.batch()
+    messages.back()  # so that both have all
+    return messages.right()
+
+
+def _measured(messages: Messages, what: str, count: int) -> tuple[float, float]:
+    messages.there()  # begins when both are here
+    messages.back()
+    begin, used = time.perf_counter(), time.process_time()
+    if what == "latency":
+        for _ in range(count):
+            messages.there()
+            messages.back()
+    else:
+        for _ in range(count):
+            messages.batch()
+        messages.back()  # so that rank 0 ends when all has arrived
+    cpu = time.process_time() - used
+    return time.perf_counter() - begin, cpu
+
+
+def _store(rank: int, port: Path) -> dist.TCPStore:
+    """Rank 0's, on a port that it finds free and writes to the file `port`."""
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_LIMIT)
+        partial = port.with_suffix(".partial")
+        partial.write_text(str(store.port))
+        partial.rename(port)
+        return store
+    end = time.monotonic() + _LIMIT.total_seconds()
+    while not port.exists():
+        if time.monotonic() > end:
+            raise RuntimeError("rank 0 did not come")
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False, timeout=_LIMIT)
+
+
 def main() -> None:
-    way, rank, path, port = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    carrier, rank, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=_LIMIT)
+    store = _store(rank, Path(f"{path}.port"))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=_LIMIT)
-    backend = WAYS[way].backend
-    messages: Messages = TorchMessages(rank, backend) if backend else MeshcastMessages(rank)
+    made = _made(carrier, Buffers(rank))
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         orders = connection.makefile("rw")
         orders.write(f"{rank}\n")
         orders.flush()
         with torch.no_grad():
-            serve(messages, rank, orders)
+            serve(made, orders)
     dist.barrier()
     dist.destroy_process_group()
 

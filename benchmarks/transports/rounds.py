@@ -6,49 +6,80 @@ import json
 import random
 import statistics
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from meshcast.base.progress import track
 
 from ..machine import ROOT
-from .cases import CONNECTS, GROUPS, Size
+from .cases import CONNECTS, GROUPS, Size, carrier_of, way_of
 from .pair import Pair, environment, open_mpi
 from .worlds import EACH
 
-__all__ = ["Found", "Started", "connects", "idle_groups", "messages", "quotients"]
+__all__ = ["Found", "QUOTIENT", "Started", "connects", "idle_groups", "messages", "quotients"]
 
 Found = dict[str, Any]
+_SECONDS = 0.05  # of one figure in one round, about
 _OFTEN = 16  # ranks; larger worlds take seconds to start, so each is measured once
+QUOTIENT = ("ucx/Resharder", "torch/gloo")
+"""The ways that quotients() divides."""
 _LIMIT = 90.0  # seconds for a world of MPI
 _MOST = 30.0  # seconds; a way that needs more to connect is not tried with more ranks
 
 
-def messages(pairs: list[Pair], sizes: Iterable[Size], repeats: int) -> list[Found]:
-    """By size: {"bytes", "latency": {way: [seconds, CPU seconds]}, "stream": likewise}, of one message."""
+def messages(
+    pairs: Mapping[str, Pair], ways: Sequence[str], sizes: Iterable[Size], repeats: int
+) -> list[Found]:
+    """By size: {"bytes", "latency": {way: [seconds, CPU seconds]}, "stream": likewise}, of one message.
+
+    Args:
+        pairs: by carrier.
+        ways: their keys.
+    """
     rows = []
     for size in track(list(sizes), "sizes of messages"):
-        for pair in pairs:
-            pair.check(size)
+        figures = []
+        for way in ways:
+            pair, kind = pairs[carrier_of(way)], way_of(way).kind
+            pair.check(kind, size)
+            measures = {"latency": pair.latency}
+            if not way_of(way).latency_only:
+                measures["stream"] = pair.stream
+            for what, measure in measures.items():
+                take = partial(measure, kind, size)
+                figures.append((what, way, take, _count(take, 2 if what == "latency" else size.window)))
         taken: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for turn in range(repeats):
-            for pair in random.Random(turn).sample(pairs, len(pairs)):
-                taken.setdefault(("latency", pair.way), []).append(pair.latency(size))
-                taken.setdefault(("stream", pair.way), []).append(pair.stream(size))
+            for what, way, take, count in random.Random(turn).sample(figures, len(figures)):
+                taken.setdefault((what, way), []).append(take(count))
         row: Found = {"bytes": size.nbytes, "latency": {}, "stream": {}}
-        for (what, way), found in taken.items():
-            row[what][way] = [statistics.median(values) for values in zip(*found, strict=True)]
+        for what, way, _, _ in figures:
+            row[what][way] = [statistics.median(values) for values in zip(*taken[what, way], strict=True)]
         rows.append(row)
     return rows
 
 
+def _count(take: Callable[[int], tuple[float, float]], messages: int) -> int:
+    """How often a round repeats so many messages to take _SECONDS."""
+    count = 1
+    for part in (0.01, 0.1, 1):
+        each = take(count)[0] * messages
+        if each >= _SECONDS:
+            return 1
+        count = max(1, round(part * _SECONDS / each))
+    return count
+
+
 def quotients(rows: list[Found]) -> dict[str, float]:
-    """By size, seconds of one message over UCX after another and CPU seconds of one of many, over torch's."""
+    """By size, seconds of one message of a Resharder over UCX after another and CPU seconds of one of many,
+    over torch's."""
+    ours, theirs = QUOTIENT
     found = {}
     for row in rows:
         name = Size(row["bytes"]).name
-        found[f"{name}, latency"] = row["latency"]["ucx"][0] / row["latency"]["torch"][0]
-        found[f"{name}, CPU time"] = row["stream"]["ucx"][1] / row["stream"]["torch"][1]
+        for what, measure, at in (("latency", "latency", 0), ("CPU time", "stream", 1)):
+            found[f"{name}, {what}"] = row[measure][ours][at] / row[measure][theirs][at]
     return found
 
 
@@ -56,17 +87,17 @@ class Started:
     """Servers of worlds, one for each interpreter, and mpirun."""
 
     def __init__(self, pythons: dict[str, str]) -> None:
-        """pythons: the interpreter of each way."""
+        """pythons: the interpreter of each carrier."""
         self._pythons = pythons
         self._servers: dict[str, subprocess.Popen[str]] = {}
 
-    def run(self, way: str, world: int, groups: int = 1, target: str = "columns") -> Found:
+    def run(self, carrier: str, world: int, groups: int = 1, target: str = "columns") -> Found:
         """What a world found (worlds.py, mpi_messages.c), or {"failed": why}."""
-        if way == "mpi":
+        if carrier == "mpi":
             return _mpi(world)
-        python = self._pythons[way]
+        python = self._pythons[carrier]
         if python not in self._servers:
-            # The variables of a way are set in its ranks: the server of one interpreter has several ways.
+            # The variables of a carrier are set in its ranks: the server of one interpreter has several.
             self._servers[python] = subprocess.Popen(
                 [python, "-m", "benchmarks.transports.worlds"], cwd=ROOT, env=environment(""), text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -74,7 +105,7 @@ class Started:
         server = self._servers[python]
         assert server.stdin is not None
         assert server.stdout is not None
-        server.stdin.write(f"{way} {world} {groups} {target}\n")
+        server.stdin.write(f"{carrier} {world} {groups} {target}\n")
         server.stdin.flush()
         return json.loads(server.stdout.readline())
 
@@ -86,7 +117,7 @@ class Started:
 def _mpi(world: int) -> Found:
     try:
         done = subprocess.run(
-            open_mpi(world, "world", str(EACH)), env=environment("mpi"), stdin=subprocess.DEVNULL,
+            open_mpi(world, "mpi", "world", str(EACH)), env=environment("mpi"), stdin=subprocess.DEVNULL,
             capture_output=True, text=True, timeout=_LIMIT,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -95,11 +126,11 @@ def _mpi(world: int) -> Found:
 
 
 def connects(
-    run: Callable[..., Found], ways: list[str], repeats: int, worlds: Iterable[int] = CONNECTS
+    run: Callable[..., Found], carriers: list[str], repeats: int, worlds: Iterable[int] = CONNECTS
 ) -> list[Found]:
-    """By number of ranks: {"world", "first": {way: seconds}, "threads", "memory"}. A failure is a text in
-    place of the seconds. "ucx, chains" is the way "ucx" where the target is replicas."""
-    kinds = {**{way: (way, "columns") for way in ways}, "ucx, chains": ("ucx", "replicas")}
+    """By number of ranks: {"world", "first": {carrier: seconds}, "threads", "memory"}. A failure is a text in
+    place of the seconds. "ucx, chains" is the carrier "ucx" where the target is replicas."""
+    kinds = {**{carrier: (carrier, "columns") for carrier in carriers}, "ucx, chains": ("ucx", "replicas")}
     rows: list[Found] = []
     over: dict[str, str] = {}
     for world in track(list(worlds), "numbers of ranks"):
@@ -107,8 +138,8 @@ def connects(
         for turn in range(repeats if world <= _OFTEN else 1):
             for kind in random.Random(turn).sample(list(kinds), len(kinds)):
                 if kind not in over:
-                    way, target = kinds[kind]
-                    found = run(way, world, target=target)
+                    carrier, target = kinds[kind]
+                    found = run(carrier, world, target=target)
                     taken.setdefault(kind, []).append(found)
                     if "failed" in found:
                         over[kind] = found["failed"]
@@ -127,5 +158,8 @@ def connects(
 def idle_groups(run: Callable[..., Found], counts: Iterable[int] = GROUPS) -> list[Found]:
     """Private groups of two ranks that idle, over each transport: {"way", "groups", "threads", "ours",
     "idle"}, or "failed"."""
-    cases = [(way, count) for count in counts for way in ("ucx", "gloo")]
-    return [{"way": way, "groups": count} | run(way, 2, count) for way, count in track(cases, "idle groups")]
+    cases = [(carrier, count) for count in counts for carrier in ("ucx", "gloo")]
+    return [
+        {"way": carrier, "groups": count} | run(carrier, 2, count)
+        for carrier, count in track(cases, "idle groups")
+    ]

@@ -1,9 +1,9 @@
 """Worlds of many ranks: the first exchange of all with all, which connects them; threads, memory, idling.
 
-python -m benchmarks.transports.worlds reads a world per line, WAY RANKS GROUPS TARGET, and answers each
+python -m benchmarks.transports.worlds reads a world per line, CARRIER RANKS GROUPS TARGET, and answers each
 with JSON. Ranks are forked from one process that has loaded torch and meshcast, so that 64 of them fit into
-little memory, and loading modules is no part of the first exchange. Uses meshcast only where that is the way,
-so that other interpreters can run it.
+little memory, and loading modules is no part of the first exchange. Uses meshcast only where that is the
+carrier, so that other interpreters can run it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from .cases import WAYS
+from .cases import CARRIERS
 
 __all__ = ["EACH", "Worlds"]
 
@@ -28,16 +28,16 @@ _IDLE = 4.0  # seconds
 _SETTLE = 0.5  # seconds before threads are counted
 
 
-def _rank(way: str, rank: int, world: int, groups: int, target: str, port: int, answers: Any) -> None:
+def _rank(carrier: str, rank: int, world: int, groups: int, target: str, port: int, answers: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    os.environ.update(dict(WAYS[way].env), MESHCAST_HOST_ID=f"host {rank}")
+    os.environ.update(dict(CARRIERS[carrier].env), MESHCAST_HOST_ID=f"host {rank}")
     torch.set_num_threads(1)
     limit = timedelta(seconds=_LIMIT)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-    backend = WAYS[way].backend
+    backend = CARRIERS[carrier].backend
     ranks = list(range(world))
     if backend:
         exchange = _torch_exchange(backend, rank, world)
@@ -154,8 +154,6 @@ class Worlds:
     def __init__(self) -> None:
         import torch.distributed as dist
 
-        # torch asks for the name of whom it connects with; without a name server that takes 5 s each time.
-        os.environ["RES_OPTIONS"] = "attempts:0"
         self._store_of = dist.TCPStore
         self._context = multiprocessing.get_context("forkserver")
         # What is not there is left out.
@@ -163,12 +161,14 @@ class Worlds:
             ["torch.distributed.tensor", "meshcast.resharding.reshard", __name__]
         )
 
-    def run(self, way: str, world: int, groups: int, target: str) -> dict[str, Any]:
+    def run(self, carrier: str, world: int, groups: int, target: str) -> dict[str, Any]:
         """What rank 0 found, or {"failed": why}."""
         answers = self._context.Queue()
         store = self._store_of("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ranks = [
-            self._context.Process(target=_rank, args=(way, rank, world, groups, target, store.port, answers))
+            self._context.Process(
+                target=_rank, args=(carrier, rank, world, groups, target, store.port, answers)
+            )
             for rank in range(world)
         ]
         try:
@@ -193,8 +193,8 @@ def main() -> None:
         os.dup2(2, 1)  # what ranks print, as gloo does, is no answer
         worlds = Worlds()
         for line in sys.stdin:
-            way, world, groups, target = line.split()
-            print(json.dumps(worlds.run(way, int(world), int(groups), target)), file=answers, flush=True)
+            carrier, world, groups, target = line.split()
+            print(json.dumps(worlds.run(carrier, int(world), int(groups), target)), file=answers, flush=True)
 
 
 if __name__ == "__main__":
