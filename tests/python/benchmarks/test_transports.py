@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import check  # noqa: E402
-from benchmarks.transports import chart, page, rank, rounds  # noqa: E402
+from benchmarks.transports import chart, page, rank, rounds, worlds  # noqa: E402
 from benchmarks.transports.cases import SIZES, WAYS, Size, against, key_of, way_of  # noqa: E402
 from benchmarks.transports.messages import Buffers  # noqa: E402
 
@@ -249,6 +250,27 @@ def test_a_rank_carries_out_orders_by_the_way_that_they_name() -> None:
     assert len(ways["a"].outs) == 3, "a tensor for each message in flight"
     round_of = ["there", "back"]
     assert ways["a"].calls[-15:] == [*round_of * 3, "settle", *round_of, *["batch"] * 4, "back", "settle"]
+
+
+def test_a_thread_that_ends_while_a_rank_idles_takes_no_time_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, has_worked, may_end = set(worlds._threads()), threading.Event(), threading.Event()
+
+    def work() -> None:
+        sum(range(3_000_000))
+        has_worked.set()
+        may_end.wait()
+
+    def idle(_: float) -> None:
+        may_end.set()
+        thread.join()
+        while str(thread.native_id) in worlds._threads():  # the system's ends a little later
+            pass
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    has_worked.wait()
+    monkeypatch.setattr(worlds.time, "sleep", idle)
+    assert worlds._idle(known) >= 0
 
 
 def test_bench_check_sees_messages_that_became_slower() -> None:
