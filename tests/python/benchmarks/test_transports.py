@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import check  # noqa: E402
+from benchmarks.transports import __main__ as main  # noqa: E402
 from benchmarks.transports import chart, page, rank, rounds, worlds  # noqa: E402
 from benchmarks.transports.cases import SIZES, WAYS, Size, against, key_of, way_of  # noqa: E402
 from benchmarks.transports.messages import Buffers  # noqa: E402
@@ -196,6 +197,29 @@ def test_a_figure_takes_as_long_at_every_size() -> None:
     assert {order[2] for order in slow.orders if order[0] != "check"} == {1}, "never less than one"
     assert found["latency"][OURS] == [10e-6, 20e-6]
     assert list(found["stream"]) == [OURS, GLOO]
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--only messages", "--sizes 4", "--ways reshard", "--transports shm", "--against TREE", "--json FILE"],
+)
+def test_a_part_is_not_published(
+    options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = tmp_path / "python/meshcast/_C.cpython.so"
+    module.parent.mkdir(parents=True)
+    module.touch()
+    published: list[Any] = []
+    monkeypatch.setattr(main, "measure", lambda _: results())
+    monkeypatch.setattr(main, "publish", lambda *given: published.append(given))
+    monkeypatch.setattr(sys, "argv", ["transports"])
+    assert main.main() == 0
+    assert len(published) == 1, "the whole"
+    words = options.replace("TREE", str(tmp_path)).replace("FILE", str(tmp_path / "found.json")).split()
+    monkeypatch.setattr(sys, "argv", ["transports", *words])
+    assert main.main() == 0
+    assert len(published) == 1
+    assert "### Between hosts, over TCP" in capsys.readouterr().out
 
 
 class Loop:
