@@ -134,18 +134,21 @@ def _resident() -> int:
 
 
 def _idle(known: set[str]) -> float:
-    """CPU time of all threads but these while this process waits, of a core."""
-    used = _cpu_seconds(known)
+    """CPU time of all threads but these while this process waits, of a core. What a thread takes that ends
+    meanwhile is not known."""
+    before = _nanoseconds(known)
     time.sleep(_IDLE)
-    return (_cpu_seconds(known) - used) / _IDLE
+    used = sum(taken - before.get(each, 0) for each, taken in _nanoseconds(known).items())
+    return used / 1e9 / _IDLE
 
 
-def _cpu_seconds(known: set[str]) -> float:
-    nanoseconds = 0
+def _nanoseconds(known: set[str]) -> dict[str, int]:
+    """CPU time by thread, but for these."""
+    found = {}
     for each in set(_threads()) - known:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            nanoseconds += int(Path(f"/proc/self/task/{each}/schedstat").read_text().split()[0])
-    return nanoseconds / 1e9
+            found[each] = int(Path(f"/proc/self/task/{each}/schedstat").read_text().split()[0])
+    return found
 
 
 class Worlds:

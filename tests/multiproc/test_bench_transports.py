@@ -93,9 +93,8 @@ def test_a_pair_whose_interpreter_lacks_the_library_says_so() -> None:
         Pair("commux", sys.executable)
 
 
-def test_another_tree_takes_turns_and_a_part_is_not_published(tmp_path: Path) -> None:
-    kept = ROOT / "benchmarks/results/transports.json"
-    before, found = kept.read_bytes(), tmp_path / "found.json"
+def test_another_tree_takes_turns(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
     options = (
         f"--only messages --sizes 4 --ways reshard gloo-fresh --transports shm --repeats 1 --against {ROOT}"
     )
@@ -104,5 +103,3 @@ def test_another_tree_takes_turns_and_a_part_is_not_published(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert "| reshard, other tree |" in done.stdout
     assert json.loads(found.read_text())["ways"] == ["shm/reshard", "torch/gloo-fresh", "against shm/reshard"]
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True).returncode == 0
-    assert kept.read_bytes() == before

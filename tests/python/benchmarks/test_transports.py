@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import check  # noqa: E402
-from benchmarks.transports import chart, page, rank, rounds  # noqa: E402
+from benchmarks.transports import __main__ as main  # noqa: E402
+from benchmarks.transports import chart, page, rank, rounds, worlds  # noqa: E402
 from benchmarks.transports.cases import SIZES, WAYS, Size, against, key_of, way_of  # noqa: E402
 from benchmarks.transports.messages import Buffers  # noqa: E402
 
@@ -197,6 +199,29 @@ def test_a_figure_takes_as_long_at_every_size() -> None:
     assert list(found["stream"]) == [OURS, GLOO]
 
 
+@pytest.mark.parametrize(
+    "options",
+    ["--only messages", "--sizes 4", "--ways reshard", "--transports shm", "--against TREE", "--json FILE"],
+)
+def test_a_part_is_not_published(
+    options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = tmp_path / "python/meshcast/_C.cpython.so"
+    module.parent.mkdir(parents=True)
+    module.touch()
+    published: list[Any] = []
+    monkeypatch.setattr(main, "measure", lambda _: results())
+    monkeypatch.setattr(main, "publish", lambda *given: published.append(given))
+    monkeypatch.setattr(sys, "argv", ["transports"])
+    assert main.main() == 0
+    assert len(published) == 1, "the whole"
+    words = options.replace("TREE", str(tmp_path)).replace("FILE", str(tmp_path / "found.json")).split()
+    monkeypatch.setattr(sys, "argv", ["transports", *words])
+    assert main.main() == 0
+    assert len(published) == 1
+    assert "### Between hosts, over TCP" in capsys.readouterr().out
+
+
 class Loop:
     """A way whose messages bring what this rank's own are, as if it were the other's."""
 
@@ -249,6 +274,27 @@ def test_a_rank_carries_out_orders_by_the_way_that_they_name() -> None:
     assert len(ways["a"].outs) == 3, "a tensor for each message in flight"
     round_of = ["there", "back"]
     assert ways["a"].calls[-15:] == [*round_of * 3, "settle", *round_of, *["batch"] * 4, "back", "settle"]
+
+
+def test_a_thread_that_ends_while_a_rank_idles_takes_no_time_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, has_worked, may_end = set(worlds._threads()), threading.Event(), threading.Event()
+
+    def work() -> None:
+        sum(range(3_000_000))
+        has_worked.set()
+        may_end.wait()
+
+    def idle(_: float) -> None:
+        may_end.set()
+        thread.join()
+        while str(thread.native_id) in worlds._threads():  # the system's ends a little later
+            pass
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    has_worked.wait()
+    monkeypatch.setattr(worlds.time, "sleep", idle)
+    assert worlds._idle(known) >= 0
 
 
 def test_bench_check_sees_messages_that_became_slower() -> None:
