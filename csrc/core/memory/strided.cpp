@@ -1,5 +1,6 @@
 #include "memory/strided.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "memory/stream_copy.h"
@@ -36,6 +37,17 @@ void copy_run(const std::byte* from, int64_t from_stride, std::byte* to, int64_t
         std::memcpy(to + i * to_stride, from + i * from_stride, static_cast<size_t>(element_bytes));
       }
   }
+}
+
+// Runs of this size and more are worth a look ahead, and so many bytes of one: more would push each other out.
+constexpr int64_t kAheadFrom = 1024;
+constexpr int64_t kAheadBytes = 8192;
+constexpr int64_t kAheadStep = 64;  // bytes that come together
+
+// Asks for the bytes of a run while the one before it is copied. The processor does so by itself within a page
+// of memory only, and runs with gaps between them lie in others.
+void look_ahead(const std::byte* from, int64_t nbytes) {
+  for (int64_t at = 0; at < std::min(nbytes, kAheadBytes); at += kAheadStep) __builtin_prefetch(from + at);
 }
 
 // Cuts the bytes [begin, end) of the packed form of `view` into views and gives each, in order, to `visit`.
@@ -96,12 +108,28 @@ bool StridedView::contiguous() const {
 }
 
 void copy(const StridedView& from, const StridedView& to, Write write) {
+  const int64_t element_bytes = from.element_bytes;
+  const std::byte* held = nullptr;  // a dense run that is copied once the next one is known
+  std::byte* held_to = nullptr;
+  int64_t held_bytes = 0;
+  const auto copy_held = [&] { copy_run(held, 1, held_to, 1, held_bytes, 1, write); };
   walk_runs(from.ndim, from.extent, from.stride, to.stride,
             [&](int64_t at, int64_t stride, int64_t to_at, int64_t to_stride, int64_t n) {
               const bool one = n == 1;  // has no stride
-              copy_run(from.data + at, one ? from.element_bytes : stride, to.data + to_at,
-                       one ? from.element_bytes : to_stride, n, from.element_bytes, write);
+              const int64_t nbytes = n * element_bytes;
+              const bool dense = one || (stride == element_bytes && to_stride == element_bytes);
+              if (!dense || nbytes < kAheadFrom)
+                return copy_run(from.data + at, one ? element_bytes : stride, to.data + to_at,
+                                one ? element_bytes : to_stride, n, element_bytes, write);
+              if (held) {
+                if (held + held_bytes != from.data + at) look_ahead(from.data + at, nbytes);
+                copy_held();
+              }
+              held = from.data + at;
+              held_to = to.data + to_at;
+              held_bytes = nbytes;
             });
+  if (held) copy_held();
   if (write == Write::Streamed) end_stream();
 }
 
