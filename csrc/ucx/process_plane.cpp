@@ -40,9 +40,17 @@ std::map<std::string, std::string> settings(const PlaneOptions& options) {
       {"KEEPALIVE_INTERVAL", interval},
       {"TCP_USER_TIMEOUT", fmt::format("{}s", 3 * third)},
   };
-  // Of fragments that are fetched: the sender writes them, since what it takes back must not be read any
-  // longer.
-  if (options.rdma) out.emplace("RNDV_SCHEME", "put_zcopy");
+  if (options.rdma) {
+    // Of fragments that are fetched: the sender writes them, since what it takes back must not be read any
+    // longer.
+    out.emplace("RNDV_SCHEME", "put_zcopy");
+  } else {
+    // Nothing is fetched over TCP. Where UCX may weigh ways of sending or of fetching against each other, it
+    // asks the system for the speed of the interface each time, in some 30 system calls: 120 times in a
+    // process, and twice more for each connection.
+    out.emplace("RNDV_SCHEME", "am");
+    out.emplace("PROTO_ENABLE", "n");
+  }
   return out;
 }
 

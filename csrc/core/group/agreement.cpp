@@ -16,7 +16,8 @@ namespace {
 
 constexpr auto kLookForCause = std::chrono::milliseconds(100);
 constexpr auto kLongestAsk = std::chrono::milliseconds(800);  // of many ranks
-// Ranks that come together have agreed by then, and so have not connected for the sake of looking alone.
+// Ranks that come together have agreed by then, and so have not connected for the sake of looking alone. Of
+// many ranks longer, as they take longer to come.
 constexpr auto kLookForPeers = std::chrono::milliseconds(50);
 constexpr size_t kFewRanks = 16;  // as many do not crowd a store
 
@@ -32,11 +33,11 @@ void raise_if_broken(Bulletin& bulletin, const GroupIdentity& group, CallId call
 }
 
 // Every rank that waits for others looks after those that follow it in the group, up to the first that waits
-// too. So each rank is looked after, by one other, and has one connection more for it.
+// too, and to `reach` of them. So each rank is looked after, by one other, and has one connection more for it.
 void raise_if_lost(Bulletin& bulletin, const GroupIdentity& group, CallId call, double waited, const Roll& come,
-                   const std::function<std::string(int)>& lost) {
+                   size_t reach, const std::function<std::string(int)>& lost) {
   const size_t count = group.ranks.size();
-  for (size_t step = 1; step < count; ++step) {
+  for (size_t step = 1; step <= std::min(reach, count - 1); ++step) {
     const size_t at = (group.place() + step) % count;
     const int32_t other = group.ranks[at];
     const std::string why = lost(static_cast<int>(at));
@@ -171,6 +172,9 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
   const TimePoint started = Clock::now();
   TimePoint last_look = started;
   std::vector<int32_t> missing;
+  // Ranks that are looked after at a time, doubled with each look: most of those that are not here yet are only
+  // late, and a first look at each of them would connect this rank with all.
+  size_t reach = 1;
   auto pause = std::chrono::microseconds(100);
   for (;;) {
     if (all && (slot >= 0 || has_posted(first))) return slot;
@@ -191,8 +195,11 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
                      {true, -1, "the call failed there, too long ago for more to be known", passed->second}));
     }
     const bool knows_who_came = alike.is_one_question() || last_look == now;
-    if (now - started > kLookForPeers && knows_who_came)
-      raise_if_lost(bulletin, group, call, std::chrono::duration<double>(now - started).count(), alike, lost);
+    if (now - started > crowd * kLookForPeers && knows_who_came) {
+      const double waited = std::chrono::duration<double>(now - started).count();
+      raise_if_lost(bulletin, group, call, waited, alike, reach, lost);
+      reach = std::min(2 * reach, group.ranks.size());
+    }
     // 100 us, doubled up to 20 ms: ranks mostly come together, and a store must not be flooded by those that
     // wait long.
     sleep_for(pause);

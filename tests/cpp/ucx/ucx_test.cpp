@@ -8,6 +8,7 @@
 #include <fstream>
 #include <new>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -49,6 +50,15 @@ void recv(Transport& transport, int peer, uint64_t key, std::vector<uint8_t>& da
   int64_t size = 0, resident = 0;
   statm >> size >> resident;
   return resident * sysconf(_SC_PAGESIZE);
+}
+
+// How often this thread has read from files; none where the kernel does not count that.
+std::optional<int64_t> reads_made() {
+  std::ifstream counters("/proc/thread-self/io");
+  std::string name;
+  for (int64_t count = 0; counters >> name >> count;)
+    if (name == "syscr:") return count;
+  return std::nullopt;
 }
 
 // Says how many threads UCX has when this process ends: its destructor runs after all that the
@@ -125,6 +135,24 @@ TEST_CASE("messages of all sizes arrive, posted early or late, driven or not", "
               transport->shutdown();
             },
             rdma) == "");
+}
+
+// UCX reads the route of an interface from a file, in two reads, whenever it weighs ways of sending.
+TEST_CASE("a connection reads next to nothing from the system", "[ucx]") {
+  if (!reads_made()) return;
+  CHECK(in_processes(3, [](UcxRank& self) {
+          const auto transport = self.join(1);
+          std::vector<int64_t> reads;
+          for (const int step : {1, 2}) {
+            const int64_t before = *reads_made();
+            UcxRank::require(transport->lost((self.rank + step) % 3).empty(), "the peer is there");  // connects
+            reads.push_back(*reads_made() - before);
+          }
+          const std::string found = std::to_string(reads[0]) + " and " + std::to_string(reads[1]);
+          UcxRank::require(reads[0] < 100 && reads[1] < 7, "reads: " + found);
+          self.meet(0);
+          transport->shutdown();
+        }) == "");
 }
 
 TEST_CASE("a sender far ahead of its receiver waits in the end, and all arrives in any order", "[ucx]") {
