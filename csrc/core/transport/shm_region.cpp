@@ -9,9 +9,9 @@
 namespace meshcast {
 namespace {
 
-constexpr uint64_t kMagic = 0x6d63617374736d32;  // changes with the layout of ShmHeader
+constexpr uint64_t kMagic = 0x6d63617374736d33;  // changes with the layout of ShmHeader
 constexpr size_t kPage = 4096;
-constexpr int64_t kLargest = int64_t{2} << 20;     // slots of one region: those of a few ranks fit into an L3
+constexpr int64_t kLargest = int64_t{1} << 20;     // slots of one region: what a core has of its own holds them
 constexpr int64_t kSmallest = int64_t{512} << 10;  // below this, copying in pieces costs more than it saves
 
 std::mutex budget_mutex;

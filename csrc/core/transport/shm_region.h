@@ -10,7 +10,7 @@
 
 namespace meshcast {
 
-inline constexpr uint32_t kMaxSlots = 16;
+inline constexpr uint32_t kMaxSlots = 8;
 inline constexpr uint32_t kMaxLocalRanks = 64;
 inline constexpr uint32_t kMaxPosts = 128;  // that a receiver may be ahead of the owner
 
