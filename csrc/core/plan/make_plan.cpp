@@ -253,7 +253,8 @@ void offer_finer(Inputs in, const PortDemand& ports, BestPlan* best, Plan* plan)
 // Offers a rotation for each layer of a batch.
 void offer_layers(Inputs in, bool fixed_chunk, BestPlan* best) {
   if (best->good() || in.reduces()) return;
-  Draft draft = make_fitting(draft_layers, fixed_chunk, &in);
+  const Layers layers(in);
+  Draft draft = make_fitting([&](const Inputs& now) { return layers.draft(now); }, fixed_chunk, &in);
   if (!draft.hops.empty()) best->offer_in_order(Strategy::Multicast, std::move(draft), in.network);
 }
 
