@@ -349,7 +349,7 @@ void find_best(Inputs in, const PortDemand& ports, int64_t most, Plan* plan) {
         in.chunk_bytes = chunk_bytes;
         Draft draft =
             make_fitting([&](const Inputs& now) { return make_draft(strategy, now); }, fixed_chunk, &in);
-        best.offer(strategy, std::move(draft), in.network);
+        best.offer_once(strategy, std::move(draft), in.network);
       }
       in.balance = options.balance;
     } else if (!best.good()) {
