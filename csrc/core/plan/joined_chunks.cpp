@@ -20,6 +20,9 @@ constexpr int64_t kLargestJoined = int64_t{8} << 20;
 // for: this part of what travels between the two.
 constexpr int64_t kFewestMessages = 8;
 
+// A message of so many bytes is not worth being cut for that: it takes no longer to pack than to send two.
+constexpr int64_t kLeastWhole = 256 * 1024;
+
 // And this part of what a port carries that serves several others.
 constexpr int64_t kFewestOfPort = 32;
 
@@ -114,7 +117,7 @@ class Joiner {
     if (out == kPassedOn || in == kPassedOn) return 0;
     const int64_t most = pair_bytes_.at(pair_of(hop)) / kFewestMessages;
     // The two ports serve no others: no order can be blurred.
-    if (out == link.in && in == link.out) return most;
+    if (out == link.in && in == link.out) return std::max(most, kLeastWhole);
     const int64_t busier =
         std::max(port_bytes_[static_cast<size_t>(link.out)], port_bytes_[static_cast<size_t>(link.in)]);
     return std::min(most, busier / kFewestOfPort);

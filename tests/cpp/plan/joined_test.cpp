@@ -48,7 +48,7 @@ int64_t packed_messages(const Plan& plan) {
 
 TEST_CASE("what two ranks send each other alone goes in few messages", "[plan][joined]") {
   const Placement s0 = shard(0);
-  for (const int64_t mib : {1, 16, 48, 1024}) {
+  for (const int64_t mib : {2, 16, 48, 1024}) {
     const Plan plan = plan_for({2 * mib * 256, 1024}, layout({2}, 0, {s0}), layout({2}, 2, {s0}));
     INFO(mib << " MiB per pair");
     for (const auto& [pair, count] : messages_by_pair(plan)) {
@@ -60,6 +60,15 @@ TEST_CASE("what two ranks send each other alone goes in few messages", "[plan][j
       CHECK(chunk.piece_end - chunk.piece_begin == 1);
     }
     CHECK(plan.makespan_ns <= plan.lower_bound_ns + 2 * 20'000);
+  }
+}
+
+TEST_CASE("what two ranks send each other alone is not cut below a quarter of a MiB", "[plan][joined]") {
+  const Placement s0 = shard(0);
+  for (const int64_t quarters : {1, 2, 4, 8}) {
+    const Plan plan = plan_for({2 * quarters * 64, 1024}, layout({2}, 0, {s0}), layout({2}, 2, {s0}));
+    INFO(quarters << " of them per pair");
+    for (const auto& [pair, count] : messages_by_pair(plan)) CHECK(count == quarters);
   }
 }
 
