@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -118,6 +119,7 @@ class GroupTransport final : public ProbingTransport {
   static Sending* front_locked(Line& line);
   bool may_send_locked(Line& line);  // one more fragment
   bool may_send_eagerly_locked(const Key& key, int64_t nbytes);
+  Fragment pack(std::unique_lock<std::mutex>& lock, Outgoing& message, int64_t offset, int64_t nbytes);
   void announce_locked(Sending& sending);
   void post_arrived_locked(const Header& header);
   void taken_locked(const Header& header);

@@ -24,12 +24,7 @@ void GroupTransport::send(const Envelope& to, int64_t nbytes, std::unique_ptr<Ou
   const std::byte* packed = message->packed();
   std::unique_lock lock(plane_->mutex());
   Fragment buffer;
-  if (!packed && may_send_eagerly_locked(key, nbytes)) {
-    buffer = plane_->fragment_locked();
-    lock.unlock();
-    message->read(0, head, buffer.get());
-    lock.lock();
-  }
+  if (!packed && may_send_eagerly_locked(key, nbytes)) buffer = pack(lock, *message, 0, head);
   std::string why;
   const auto link = aborted_ ? nullptr : link_for_locked(to.peer, to.key, rank_, &why);
   const bool eager = link && may_send_eagerly_locked(key, nbytes);  // asked again: others may have sent
@@ -86,6 +81,22 @@ bool GroupTransport::may_send_eagerly_locked(const Key& key, int64_t nbytes) {
   return peer_at(key.peer).credit >= credit_of(std::min(nbytes, kEagerBytes)) && !leaves(key.peer);
 }
 
+// Without the lock while it packs, which may take as long as sending.
+Fragment GroupTransport::pack(std::unique_lock<std::mutex>& lock, Outgoing& message, int64_t offset,
+                              int64_t nbytes) {
+  Fragment buffer = plane_->fragment_locked();
+  lock.unlock();
+  try {
+    message.read(offset, nbytes, buffer.get());
+  } catch (...) {
+    lock.lock();
+    plane_->give_back_locked(std::move(buffer));
+    throw;
+  }
+  lock.lock();
+  return buffer;
+}
+
 void GroupTransport::announce_locked(Sending& sending) {
   if (std::exchange(sending.announced, true)) return;
   say_locked(sending.link, sending.peer, Kind::Announce, {id_, sending.key, rank_, 0, 0, sending.nbytes});
@@ -133,7 +144,7 @@ bool GroupTransport::may_send_locked(Line& line) {
   return line.in_flight < ahead && front_locked(line) != nullptr;
 }
 
-// One thread at a time for each line. Packing is done without the lock: it may take as long as sending.
+// One thread at a time for each line.
 void GroupTransport::pump(const std::shared_ptr<Line>& line) {
   std::unique_lock lock(plane_->mutex());
   line->queued = false;
@@ -144,19 +155,14 @@ void GroupTransport::pump(const std::shared_ptr<Line>& line) {
     auto flight = std::make_unique<Flight>();
     const std::byte* data = sending->packed + sending->issued;
     if (!sending->packed) {
-      flight->buffer = plane_->fragment_locked();
-      data = flight->buffer.get();
       sending->reading = true;
-      lock.unlock();
       try {
-        sending->message->read(sending->issued, nbytes, flight->buffer.get());
+        flight->buffer = pack(lock, *sending->message, sending->issued, nbytes);
       } catch (...) {
-        lock.lock();
         sending->reading = false;
-        plane_->give_back_locked(std::move(flight->buffer));
         throw;
       }
-      lock.lock();
+      data = flight->buffer.get();
       sending->reading = false;
       if (front_locked(*line) != sending.get()) {  // it has failed meanwhile
         plane_->give_back_locked(std::move(flight->buffer));
