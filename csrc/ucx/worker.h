@@ -14,7 +14,7 @@ namespace meshcast::ucx {
 // Messages up to this size are sent at once (eager), into a buffer of the receiver if it has not posted yet;
 // larger ones wait for it. The bytes that may lie in such buffers are bounded for each pair: a message takes
 // its size of the sender's credit, and what is small counts as kLeastCredit. A sender without credit waits.
-inline constexpr int64_t kEagerBytes = 256 * 1024;
+inline constexpr int64_t kEagerBytes = 512 * 1024;
 inline constexpr int64_t kLeastCredit = 8 * 1024;
 inline constexpr int64_t kCreditBytes = 1024 * 1024;
 inline int64_t credit_of(int64_t nbytes) { return std::max(nbytes, kLeastCredit); }
