@@ -26,27 +26,39 @@ int64_t busiest_port_ns(const Draft& draft, const Network& network) {
 }  // namespace
 
 bool BestPlan::may_win(const Draft& draft, const Network& network) const {
-  return empty_ || busiest_port_ns(draft, network) + network.latency_ns() < plan_.makespan_ns;
+  return empty_ || may_win(busiest_port_ns(draft, network) + network.latency_ns());
 }
 
 bool BestPlan::may_be_good(const Draft& draft, const Network& network) const {
-  return busiest_port_ns(draft, network) + network.latency_ns() <= good_ns(plan_.lower_bound_ns);
+  return may_be_good(busiest_port_ns(draft, network) + network.latency_ns());
 }
 
 int64_t BestPlan::offer(Strategy strategy, Draft draft, const Network& network) {
   if (!may_win(draft, network)) return INT64_MAX;
   Schedule made = schedule(draft, draft.chunks, network);
-  return take(strategy, std::move(draft), std::move(made));
+  const int64_t makespan = made.makespan_ns;
+  take(strategy, std::move(draft), std::move(made));
+  return makespan;
 }
 
-int64_t BestPlan::offer_in_order(Strategy strategy, Draft draft, const Network& network) {
+bool BestPlan::offer_once(Strategy strategy, Draft draft, const Network& network, bool also_equal) {
+  if (!empty_ && !may_win(least_makespan_ns(draft.hops, draft.chunks, network) - also_equal)) return false;
+  Schedule made = schedule(draft, draft.chunks, network);
+  return take(strategy, std::move(draft), std::move(made), also_equal);
+}
+
+bool BestPlan::offer_in_order(Strategy strategy, Draft draft, const Network& network) {
   // The order of hops in a plan is that in which ranks issue them, so it must follow the times.
-  Schedule made = sort_by_start(simulate(draft.hops, draft.chunks, network));
+  // Plans of many hops are not scheduled once more (urge): there is no need to keep how they were drafted.
+  const bool keeps = 2 * static_cast<int64_t>(draft.hops.size()) <= kRetryHops;
+  std::vector<Hop> hops = keeps ? draft.hops : std::move(draft.hops);
+  if (!keeps) draft.hops.clear();
+  Schedule made = sort_by_start(simulate(std::move(hops), draft.chunks, network));
   return take(strategy, std::move(draft), std::move(made));
 }
 
-int64_t BestPlan::take(Strategy strategy, Draft draft, Schedule made) {
-  if (!empty_ && made.makespan_ns >= plan_.makespan_ns) return made.makespan_ns;
+bool BestPlan::take(Strategy strategy, Draft draft, Schedule made, bool also_equal) {
+  if (!empty_ && made.makespan_ns >= plan_.makespan_ns + also_equal) return false;
   empty_ = false;
   plan_.strategy = strategy;
   plan_.pieces = std::move(draft.pieces);
@@ -54,9 +66,9 @@ int64_t BestPlan::take(Strategy strategy, Draft draft, Schedule made) {
   plan_.hops = std::move(made.hops);
   plan_.times = std::move(made.times);
   plan_.makespan_ns = made.makespan_ns;
-  const int64_t makespan = made.makespan_ns;
   last_ = std::move(draft);
-  return makespan;
+  if (2 * static_cast<int64_t>(last_.hops.size()) > kRetryHops) last_ = {};  // too many for urge
+  return true;
 }
 
 void BestPlan::urge(const Network& network) {

@@ -23,9 +23,13 @@ class BestPlan {
   // Returns the makespan of the draft's schedule, the largest number where it is known to lose.
   int64_t offer(Strategy strategy, Draft draft, const Network& network);
 
+  // The same where the makespan of a draft that loses is of no use: many of these are not scheduled. Returns
+  // whether it is the best plan now. `also_equal`: takes one that is as long as the best one, too.
+  bool offer_once(Strategy strategy, Draft draft, const Network& network, bool also_equal = false);
+
   // The same, but every port takes its hops in the order in which the draft has them: nothing is scheduled,
   // which takes a tenth of the time.
-  int64_t offer_in_order(Strategy strategy, Draft draft, const Network& network);
+  bool offer_in_order(Strategy strategy, Draft draft, const Network& network);
 
   // Schedules the draft of the best plan again and again; ports that ended late for want of work that was
   // theirs to do get more urgent each time, so that they come first where two ports want the same one.
@@ -48,6 +52,12 @@ class BestPlan {
   // See good_ns.
   bool good() const { return !empty_ && plan_.makespan_ns <= good_ns(plan_.lower_bound_ns); }
 
+  // Whether a plan that takes `least_ns` at least may be good.
+  bool may_be_good(int64_t least_ns) const { return least_ns <= good_ns(plan_.lower_bound_ns); }
+
+  // Whether a plan that takes `least_ns` at least may win.
+  bool may_win(int64_t least_ns) const { return empty_ || least_ns < plan_.makespan_ns; }
+
   // Whether no port has so much to carry that the draft is known to lose against the best plan.
   bool may_win(const Draft& draft, const Network& network) const;
 
@@ -55,7 +65,7 @@ class BestPlan {
   bool may_be_good(const Draft& draft, const Network& network) const;
 
  private:
-  int64_t take(Strategy strategy, Draft draft, Schedule made);
+  bool take(Strategy strategy, Draft draft, Schedule made, bool also_equal = false);
   void raise_urgency(const Schedule& made, const Network& network, std::vector<int32_t>* urgency) const;
 
   Plan& plan_;

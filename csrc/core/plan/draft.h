@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -45,6 +46,9 @@ inline constexpr int32_t kPatience = 16;
 // The most staging of any rank (see staging.h) if the hops of a draft are executed.
 int64_t peak_staging(const std::vector<Problem>& problems, const std::vector<Task>& tasks, const Draft& draft);
 
+// The most hops a plan may have, whatever the tensor.
+inline constexpr int64_t kMaxHops = int64_t{1} << 22;
+
 // Cuts bundles into chunks and routes into hops.
 class Drafter {
  public:
@@ -68,6 +72,8 @@ class Drafter {
 
   // Adds one hop between dense ranks. after: that which brings the chunk to src; -1 where src holds it.
   void pass_on(int32_t chunk, int32_t src, int32_t dst, int32_t after);
+  // Makes room for so many hops.
+  void reserve(int64_t hops) { draft_.hops.reserve(static_cast<size_t>(std::min(hops, kMaxHops))); }
   int32_t hop_count() const { return static_cast<int32_t>(draft_.hops.size()); }
 
   Draft take() {
@@ -111,8 +117,5 @@ class UnitCutter {
   size_t at_ = 0;
   std::vector<ChunkPiece> joined_;
 };
-
-// The most hops a plan may have, whatever the tensor.
-inline constexpr int64_t kMaxHops = int64_t{1} << 22;
 
 }  // namespace meshcast

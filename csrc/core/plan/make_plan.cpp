@@ -253,7 +253,8 @@ void offer_finer(Inputs in, const PortDemand& ports, BestPlan* best, Plan* plan)
 // Offers a rotation for each layer of a batch.
 void offer_layers(Inputs in, bool fixed_chunk, BestPlan* best) {
   if (best->good() || in.reduces()) return;
-  Draft draft = make_fitting(draft_layers, fixed_chunk, &in);
+  const Layers layers(in);
+  Draft draft = make_fitting([&](const Inputs& now) { return layers.draft(now); }, fixed_chunk, &in);
   if (!draft.hops.empty()) best->offer_in_order(Strategy::Multicast, std::move(draft), in.network);
 }
 
@@ -348,7 +349,7 @@ void find_best(Inputs in, const PortDemand& ports, int64_t most, Plan* plan) {
         in.chunk_bytes = chunk_bytes;
         Draft draft =
             make_fitting([&](const Inputs& now) { return make_draft(strategy, now); }, fixed_chunk, &in);
-        best.offer(strategy, std::move(draft), in.network);
+        best.offer_once(strategy, std::move(draft), in.network);
       }
       in.balance = options.balance;
     } else if (!best.good()) {

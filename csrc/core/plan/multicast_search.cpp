@@ -116,12 +116,42 @@ void try_multicast(Inputs in, const PortDemand& balanced, bool fixed_chunk, Best
   }
 }
 
+// A pipeline to try.
+struct Pipeline {
+  PipelineStyle style;
+  int64_t chunk_bytes = 0;  // 0: there is none
+  int64_t least_ns = 0;     // that its plan takes
+  int32_t number = 0;
+};
+
+// Of the two shapes the one that should be faster, by the time with filling over the time without, in parts of
+// 100 * 1024. Chunks are as fine as it takes for filling to cost little, as far as hops allow, or as they are
+// `given`. `largest`: bytes of a bundle.
+Pipeline choose_pipeline(const Inputs& in, bool by_rank, int64_t given, int64_t largest) {
+  Pipeline out{{by_rank, false}};
+  int64_t least = INT64_MAX;
+  for (const bool two_trees : {false, true}) {
+    const PipelineCost cost = pipeline_cost(in, {by_rank, two_trees});
+    const int64_t chunks =
+        given > 0
+            ? largest / given
+            : std::min({kChunksPerFill * cost.fill, kMostPipelineHops / cost.hops, largest / kSmallestChunk});
+    if (chunks < 1) continue;
+    const int64_t time = (1024 + 1024 * cost.fill / chunks) * (two_trees ? kTwoTreesCost : 100);
+    if (time >= least) continue;
+    least = time;
+    out.style.two_trees = two_trees;
+    out.chunk_bytes = given > 0 ? given : ceil_div(largest, chunks);
+  }
+  return out;
+}
+
 // Pipelines in as few rounds as there can be, in their own order: they take a tenth of the time of a schedule,
 // so there may be more hops. `coarse`: bytes of a chunk where they are given, else 0. `largest`: bytes of a
-// bundle.
-void offer_rounds(Inputs in, bool by_rank, int64_t coarse, int64_t largest, BestPlan* best) {
+// bundle. Returns whether they are the best plan now.
+bool offer_rounds(Inputs in, bool by_rank, int64_t coarse, int64_t largest, BestPlan* best) {
   const RoundsCost cost = rounds_cost(in, by_rank, coarse > 0 ? ceil_div(largest, coarse) : 0);
-  if (cost.chunks == 0 || cost.stops < kManyStops) return;
+  if (cost.chunks == 0 || cost.stops < kManyStops) return false;
   in.chunk_bytes = coarse > 0 ? coarse : ceil_div(largest, cost.chunks);
   Draft draft = draft_rounds(in, cost.style);
   // Boxes are cut along their dimensions, so there may be some chunks more than asked for, and too many.
@@ -129,9 +159,9 @@ void offer_rounds(Inputs in, bool by_rank, int64_t coarse, int64_t largest, Best
     in.chunk_bytes += in.chunk_bytes / 4;
     draft = draft_rounds(in, cost.style);
   }
-  if (draft.hops.empty() || !best->may_win(draft, in.network)) return;
-  if (coarse == 0 && peak_staging(in.problems, in.tasks, draft) > kStagingGoal) return;
-  best->offer_in_order(Strategy::Multicast, std::move(draft), in.network);
+  if (draft.hops.empty() || !best->may_win(draft, in.network)) return false;
+  if (coarse == 0 && peak_staging(in.problems, in.tasks, draft) > kStagingGoal) return false;
+  return best->offer_in_order(Strategy::Multicast, std::move(draft), in.network);
 }
 
 }  // namespace
@@ -168,35 +198,41 @@ void add_pipelines(Inputs in, bool fixed_chunk, BestPlan* best, Plan* plan) {
   int64_t largest = 0;  // bundle, bytes
   for (const Bundle& bundle : in.bundles) largest = std::max(largest, bundle.nbytes);
   const int64_t coarse = in.chunk_bytes;
+  // Phase 1: pipelines. One that cannot be good waits until rounds are made, which need not be scheduled: few
+  // pipelines may still win then. The plan is the same as if none had waited.
+  std::vector<Pipeline> waiting;
+  int32_t winner = 0;  // number of the best plan, in the order in which they win where they take equally long
   for (const bool by_rank : {false, true}) {
-    // Phase 1: of the two shapes the one that should be faster, by the time with filling over the time without,
-    // in parts of 100 * 1024. Chunks are as fine as it takes for filling to cost little, as far as hops allow.
-    PipelineStyle style{by_rank, false};
-    int64_t least = INT64_MAX;
-    for (const bool two_trees : {false, true}) {
-      const PipelineCost cost = pipeline_cost(in, {by_rank, two_trees});
-      const int64_t chunks =
-          fixed_chunk
-              ? largest / coarse
-              : std::min({kChunksPerFill * cost.fill, kMostPipelineHops / cost.hops, largest / kSmallestChunk});
-      if (chunks < 1) continue;
-      const int64_t time = (1024 + 1024 * cost.fill / chunks) * (two_trees ? kTwoTreesCost : 100);
-      if (time >= least) continue;
-      least = time;
-      style.two_trees = two_trees;
-      in.chunk_bytes = fixed_chunk ? coarse : ceil_div(largest, chunks);
+    Pipeline pipeline = choose_pipeline(in, by_rank, fixed_chunk ? coarse : 0, largest);
+    if (pipeline.chunk_bytes == 0) continue;
+    in.chunk_bytes = pipeline.chunk_bytes;
+    Draft draft = draft_pipeline(in, pipeline.style);
+    if (draft.hops.empty()) continue;
+    pipeline.least_ns = least_makespan_ns(draft.hops, draft.chunks, in.network);
+    pipeline.number = 1 + by_rank;
+    if (!best->may_win(pipeline.least_ns)) continue;
+    if (!best->may_be_good(pipeline.least_ns)) {
+      waiting.push_back(pipeline);
+      continue;
     }
-    if (least == INT64_MAX) continue;
-    // Phase 2: that one.
-    Draft draft = draft_pipeline(in, style);
-    if (draft.hops.empty() || !best->may_win(draft, in.network)) continue;
     if (!fixed_chunk && peak_staging(in.problems, in.tasks, draft) > kStagingGoal) continue;
-    best->offer(Strategy::Multicast, std::move(draft), in.network);
+    if (best->offer_once(Strategy::Multicast, std::move(draft), in.network)) winner = pipeline.number;
     if (best->good()) break;
   }
+  // Phase 2: rounds.
   for (const bool by_rank : {false, true}) {
     if (best->good()) break;
-    offer_rounds(in, by_rank, fixed_chunk ? coarse : 0, largest, best);
+    if (offer_rounds(in, by_rank, fixed_chunk ? coarse : 0, largest, best)) winner = 3 + by_rank;
+  }
+  // Phase 3: pipelines that may still win.
+  for (const Pipeline& pipeline : waiting) {
+    const bool also_equal = pipeline.number < winner;
+    if (!best->may_win(pipeline.least_ns - also_equal)) continue;
+    in.chunk_bytes = pipeline.chunk_bytes;
+    Draft draft = draft_pipeline(in, pipeline.style);
+    if (!fixed_chunk && peak_staging(in.problems, in.tasks, draft) > kStagingGoal) continue;
+    if (best->offer_once(Strategy::Multicast, std::move(draft), in.network, also_equal))
+      winner = pipeline.number;
   }
   if (before.empty) return;
   if (!is_well_ahead(plan->makespan_ns, before.plan.makespan_ns)) best->restore(before);

@@ -1,10 +1,11 @@
 #include "plan/schedule.h"
 
 #include <algorithm>
-#include <numeric>
 #include <queue>
 #include <tuple>
 #include <utility>
+
+#include "plan/stable_order.h"
 
 namespace meshcast {
 namespace {
@@ -391,24 +392,27 @@ class ListScheduler {
 
 }  // namespace
 
-Schedule sort_by_start(const Schedule& made) {
-  std::vector<int32_t> order(made.hops.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
-    return made.times[static_cast<size_t>(a)].start_ns < made.times[static_cast<size_t>(b)].start_ns;
-  });
+Schedule sort_by_start(Schedule made) {
+  std::vector<int64_t> starts;
+  starts.reserve(made.times.size());
+  for (const HopTime& time : made.times) starts.push_back(time.start_ns);
+  if (std::is_sorted(starts.begin(), starts.end())) return made;
+  const std::vector<int32_t> order = stable_order(starts);
+  starts = {};
   std::vector<int32_t> place(order.size());
   for (size_t i = 0; i < order.size(); ++i) place[static_cast<size_t>(order[i])] = static_cast<int32_t>(i);
   Schedule out;
   out.makespan_ns = made.makespan_ns;
   out.hops.reserve(order.size());
-  out.times.reserve(order.size());
   for (const int32_t i : order) {
     Hop hop = made.hops[static_cast<size_t>(i)];
     if (hop.after >= 0) hop.after = place[static_cast<size_t>(hop.after)];
     out.hops.push_back(hop);
-    out.times.push_back(made.times[static_cast<size_t>(i)]);
   }
+  made.hops = {};
+  place = {};
+  out.times.reserve(order.size());
+  for (const int32_t i : order) out.times.push_back(made.times[static_cast<size_t>(i)]);
   return out;
 }
 

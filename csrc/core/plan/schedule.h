@@ -24,6 +24,11 @@ inline constexpr int32_t kUrgency = 64;
 Schedule schedule(const Draft& draft, const std::vector<Chunk>& chunks, const Network& network,
                   const std::vector<int32_t>& urgency = {});
 
+// No schedule of these hops takes less time, in whatever order: a port begins when the first chunk can have
+// come to it, is busy with all of its hops, and what comes after the last of them takes its time as well.
+int64_t least_makespan_ns(const std::vector<Hop>& hops, const std::vector<Chunk>& chunks,
+                          const Network& network);
+
 // Forward-backward improvement, as for projects with scarce resources: the hops are scheduled once more from
 // the end, those that finish last first, then from the start in the order this gives. What came early only
 // because nothing else was ready thus makes room for what the end waits for. The result may be worse.
@@ -32,9 +37,9 @@ Schedule reschedule(const Schedule& before, const std::vector<Chunk>& chunks, co
 // Event times of hops taken in the given order on every port (what `schedule` returns, or any hand-made
 // list): knows hops, chunk sizes and the topology, nothing of how they were chosen. Throws LayoutError where
 // `after` does not come earlier or does not end at the hop's source.
-Schedule simulate(const std::vector<Hop>& hops, const std::vector<Chunk>& chunks, const Network& network);
+Schedule simulate(std::vector<Hop> hops, const std::vector<Chunk>& chunks, const Network& network);
 
 // The same hops in the order of their start. Hops that start at one moment keep theirs.
-Schedule sort_by_start(const Schedule& made);
+Schedule sort_by_start(Schedule made);
 
 }  // namespace meshcast

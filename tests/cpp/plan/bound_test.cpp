@@ -1,7 +1,12 @@
 #include "plan/bound/bound.h"
 
+#include <algorithm>
+#include <numeric>
+
 #include "catch.h"
+#include "plan/bound/port_items.h"
 #include "plan/cases.h"
+#include "plan/random_problems.h"
 
 using namespace meshcast;
 using namespace meshcast::testing;
@@ -94,4 +99,50 @@ TEST_CASE("a plan that moves nothing has a bound and a makespan of zero", "[plan
   CHECK(plan.lower_bound_ns == 0);
   CHECK(plan.makespan_ns == 0);
   CHECK(plan.hops.empty());
+}
+
+TEST_CASE("an item is poured over many ports up to one level", "[plan]") {
+  // 200 NICs of 1 byte/ns. Each has a load of its own, mostly the same one; one item may take any of them.
+  const int32_t ports = 200;
+  std::vector<int32_t> ranks(static_cast<size_t>(ports));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const Network network(uniform_topology(ports - 1, 1, 1'000'000'000, 1, 1'000'000'000, 0), ranks);
+  for (uint64_t seed = 1; seed <= 50; ++seed) {
+    Random random(seed);
+    std::vector<PortItem> items;
+    int64_t most = 0;
+    for (int32_t nic = 0; nic < ports; ++nic) {
+      PortItem own;
+      own.nbytes = random.chance(10) || seed == 1 ? random.below(2000) : 1000;
+      own.copies = own.emitters = 1;
+      own.ports = {network.nic_out(nic)};
+      most = std::max(most, own.nbytes);
+      items.push_back(own);
+    }
+    PortItem shared;
+    shared.nbytes = random.one_of<int64_t>({5000, 50'000, 1'000'000});
+    shared.copies = 1;
+    shared.emitters = ports;
+    for (int32_t nic = 0; nic < ports; ++nic) shared.ports.push_back(network.nic_out(nic));
+    items.push_back(shared);
+    int64_t level = 0;  // the lowest one up to which there is room for all of it
+    const auto room = [&](int32_t nic) {
+      return std::max<int64_t>(0, level - items[static_cast<size_t>(nic)].nbytes);
+    };
+    for (int64_t sum = 0; sum < shared.nbytes;) {
+      ++level;
+      sum = 0;
+      for (int32_t nic = 0; nic < ports; ++nic) sum += room(nic);
+    }
+    CHECK(balance_ports(network, &items) == std::max(level, most));
+    int64_t sum = 0;
+    for (int32_t nic = 0; nic < ports; ++nic) {
+      const auto at = static_cast<size_t>(nic);
+      sum += items.back().share[at];
+      CHECK(items[at].share[0] == items[at].nbytes);
+      CHECK(items.back().share[at] <= room(nic));
+      CHECK(items.back().share[at] >= room(nic) - ports);
+    }
+    CHECK(sum == shared.nbytes);
+  }
 }

@@ -277,8 +277,8 @@ TEST_CASE("shared memory: slots that a rank took along hold up no message to oth
   recv(*ranks[1], 0, 1, first_in);
   send(*ranks[0], 1, 1, first);
   while (!busy) std::this_thread::sleep_for(milliseconds(1));
-  Piece all_slots(size_t{2} << 20);
-  Piece all_slots_in(size_t{2} << 20);
+  Piece all_slots(size_t{1} << 20);
+  Piece all_slots_in(size_t{1} << 20);
   recv(*ranks[1], 0, 2, all_slots_in);
   send(*ranks[0], 1, 2, all_slots);
   CHECK(all_slots.wait());  // for its sender it is over

@@ -5,12 +5,14 @@
 #include <utility>
 
 #include "plan/bound/sort_unique.h"
+#include "plan/stable_order.h"
 
 namespace meshcast {
 namespace {
 
 constexpr int kMaxPasses = 64;
 constexpr int64_t kMaxSteps = 20'000'000;  // port visits of all passes together
+constexpr size_t kFewLevels = 32;          // sorted as they are
 constexpr int64_t kLongSteps = 1'000'000;  // likewise: some 20 ms
 
 // As transfer_ns, of sums over ports.
@@ -56,12 +58,11 @@ class Balancer {
       entries += static_cast<int64_t>(item.ports.size());
     }
     // Items with no choice first, so that the others see their load at once.
-    order_.resize(items_.size());
-    for (size_t i = 0; i < order_.size(); ++i) order_[i] = static_cast<int32_t>(i);
-    // Stable, so that items of one length keep the order of the bundles on every platform.
-    std::stable_sort(order_.begin(), order_.end(), [&](int32_t a, int32_t b) {
-      return items_[static_cast<size_t>(a)].ports.size() < items_[static_cast<size_t>(b)].ports.size();
-    });
+    // In a stable order, so that items of one length keep the order of the bundles on every platform.
+    std::vector<int64_t> lengths;
+    lengths.reserve(items_.size());
+    for (const PortItem& item : items_) lengths.push_back(static_cast<int64_t>(item.ports.size()));
+    order_ = stable_order(lengths);
     // Phase 2: passes over all items until shares stand still. Both limits bound the work only; a split that
     // is not quite balanced is still a split, and only costs time on the busiest port.
     // Levels are whole nanoseconds: what a port takes in one of them goes to and fro for ever. Long work is
@@ -97,12 +98,42 @@ class Balancer {
     return out;
   }
 
+  // Where items pour over the same ports again and again, most of these are level, and ascend. The few others
+  // are taken out, each with a neighbour that may be the one out of place, sorted, and merged into the rest
+  // (Cook and Kim, 1980).
+  void sort_levels() {
+    if (levels_.size() < kFewLevels) {
+      std::sort(levels_.begin(), levels_.end());
+      return;
+    }
+    apart_.clear();
+    size_t kept = 0;
+    for (const auto& each : levels_) {
+      if (kept > 0 && each < levels_[kept - 1]) {
+        apart_.push_back(levels_[--kept]);
+        apart_.push_back(each);
+      } else {
+        levels_[kept++] = each;
+      }
+    }
+    std::sort(apart_.begin(), apart_.end());
+    // From the end on, so that nothing is overwritten before it has moved.
+    for (size_t at = levels_.size(); !apart_.empty(); --at) {
+      if (kept > 0 && apart_.back() < levels_[kept - 1]) {
+        levels_[at - 1] = levels_[--kept];
+      } else {
+        levels_[at - 1] = apart_.back();
+        apart_.pop_back();
+      }
+    }
+  }
+
   // Adds `amount` to the ports [begin, end) of an item so that the highest of them stays lowest.
   void pour(PortItem* item, size_t begin, size_t end, int64_t amount) {
     // Phase 1: ports by level, the lower index first among equals, so that all ranks pour alike.
     levels_.clear();
     for (size_t i = begin; i < end; ++i) levels_.emplace_back(level(item->ports[i]), static_cast<int32_t>(i));
-    std::sort(levels_.begin(), levels_.end());
+    sort_levels();
     // Phase 2: the final level.
     // Ports below the final level: the longest prefix whose common level passes its own highest member.
     // The level itself is a division, of which there would be one for each port: products tell as well.
@@ -183,6 +214,7 @@ class Balancer {
   std::vector<int64_t> load_;
   std::vector<int32_t> order_;
   std::vector<std::pair<int64_t, int32_t>> levels_;
+  std::vector<std::pair<int64_t, int32_t>> apart_;  // of these, while they are sorted
   std::vector<int64_t> old_;
 };
 

@@ -29,7 +29,13 @@ int64_t bytes_in(int64_t ns, int64_t rate) {
 class DetourSearch {
  public:
   DetourSearch(const PortDemand& plain, const Network& network)
-      : plain_(plain), network_(network), hosts_(static_cast<size_t>(network.host_count())) {
+      : plain_(plain),
+        network_(network),
+        hosts_(static_cast<size_t>(network.host_count())),
+        nic_host_(static_cast<size_t>(network.nic_count()), -1),
+        everywhere_(plain.parties.size()) {
+    for (int32_t r = 0; r < network.rank_count(); ++r)
+      nic_host_[static_cast<size_t>(network.nic(r))] = network.host(r);
     for (size_t i = 0; i < plain.items.size(); ++i) {
       const PortItem& item = plain.items[i];
       if (item.kind == PortItem::Kind::NicOut) sending_.push_back(&item);
@@ -51,7 +57,8 @@ class DetourSearch {
   // inside.
   // Hosts are looked at one by one: their ports in and inside are their own. Only ports out are shared, as
   // those of one host send the detours of another; they are checked once for all hosts in the end.
-  bool fit(int64_t ns, std::vector<PortItem>* items) const {
+  // DetourOut items have no ports yet (fill_in).
+  bool fit(int64_t ns, std::vector<PortItem>* items) {
     *items = plain_.items;
     std::vector<PortItem> detours;
     for (const Host& host : hosts_) {
@@ -59,12 +66,31 @@ class DetourSearch {
     }
     // All that leaves hosts, detours included, as one flow problem. least_time starts at `ns`: it returns
     // more where that is not enough.
-    std::vector<const PortItem*> sending = sending_;
+    size_t entries = 0;
+    for (const PortItem* item : sending_) entries += item->ports.size();
     for (const PortItem& item : detours)
-      if (item.kind == PortItem::Kind::DetourOut) sending.push_back(&item);
-    if (least_time(sending, network_, ns) > ns) return false;
-    items->insert(items->end(), detours.begin(), detours.end());
+      if (item.kind == PortItem::Kind::DetourOut) entries += elsewhere(item).size();
+    if (entries <= kMaxFlowEntries) {  // else least_time has nothing to say
+      std::vector<PortItem> filled;
+      for (const PortItem& item : detours)
+        if (item.kind == PortItem::Kind::DetourOut) filled.push_back(item);
+      for (PortItem& item : filled) fill_in(&item);
+      std::vector<const PortItem*> sending = sending_;
+      for (const PortItem& item : filled) sending.push_back(&item);
+      if (least_time(sending, network_, ns) > ns) return false;
+    }
+    items->insert(items->end(), std::make_move_iterator(detours.begin()),
+                  std::make_move_iterator(detours.end()));
     return true;
+  }
+
+  // The ports of a DetourOut item: those out of all other hosts that have the box.
+  void fill_in(PortItem* item) {
+    const Elsewhere there = elsewhere(*item);
+    item->ports.reserve(there.size());
+    item->ports.assign(there.begin, there.own_begin);
+    item->ports.insert(item->ports.end(), there.own_end, there.end);
+    item->emitters = static_cast<int32_t>(item->ports.size());
   }
 
  private:
@@ -73,6 +99,24 @@ class DetourSearch {
     std::map<int32_t, int64_t> local_in;   // by rank, bytes that it takes in from inside
     int64_t level = 0;                     // ns
   };
+
+  // Ports of all hosts that have a box, without those of one of them in their midst.
+  struct Elsewhere {
+    std::vector<int32_t>::const_iterator begin, own_begin, own_end, end;
+    size_t size() const { return static_cast<size_t>((own_begin - begin) + (end - own_end)); }
+  };
+
+  // Ports ascend, and with them their hosts.
+  Elsewhere elsewhere(const PortItem& item) {
+    std::vector<int32_t>& all = everywhere_[static_cast<size_t>(item.bundle)];
+    if (all.empty()) all = ports_from_elsewhere(plain_.parties[static_cast<size_t>(item.bundle)], -1, network_);
+    const int32_t own = party(item).host;
+    const auto host = [&](int32_t port) { return nic_host_[static_cast<size_t>(port / 2)]; };
+    const auto first =
+        std::partition_point(all.begin(), all.end(), [&](int32_t port) { return host(port) < own; });
+    const auto last = std::partition_point(first, all.end(), [&](int32_t port) { return host(port) <= own; });
+    return {all.begin(), first, last, all.end()};
+  }
 
   const Party& party(const PortItem& item) const {
     return plain_.parties[static_cast<size_t>(item.bundle)].receivers[static_cast<size_t>(item.party)];
@@ -218,7 +262,6 @@ class DetourSearch {
   void append(const std::map<int32_t, int64_t>& moved, PortItem* item, std::vector<PortItem>* out) const {
     // Bytes are counted twice on purpose: into a NIC of the host (DetourIn) and out of one elsewhere
     // (DetourOut). The item inside gets as many fewer; its sum stays what the receivers need.
-    const Parties& parties = plain_.parties[static_cast<size_t>(item->bundle)];
     PortItem in;
     in.kind = PortItem::Kind::DetourIn;
     in.bundle = item->bundle;
@@ -232,17 +275,19 @@ class DetourSearch {
     item->detour -= in.detour;
     PortItem away = in;
     away.kind = PortItem::Kind::DetourOut;
-    away.ports = ports_from_elsewhere(parties, party(*item).host, network_);
-    for (PortItem* made : {&in, &away}) {
-      made->emitters = static_cast<int32_t>(made->ports.size());
-      out->push_back(std::move(*made));
-    }
+    away.ports.clear();
+    in.emitters = static_cast<int32_t>(in.ports.size());
+    out->push_back(std::move(in));
+    out->push_back(std::move(away));
   }
 
   const PortDemand& plain_;
   const Network& network_;
   std::vector<Host> hosts_;
   std::vector<const PortItem*> sending_;
+  std::vector<int32_t> nic_host_;  // by NIC
+  std::vector<std::vector<int32_t>>
+      everywhere_;  // by bundle: ports out of all hosts that have the box, if known
 };
 
 }  // namespace
@@ -257,7 +302,7 @@ bool find_detours(const PortDemand& plain, const Network& network, PortDemand* o
   if (entries > kMostEntries) return false;
   // Phase 2: the range of T. Below the bound nothing fits; at `level` everything fits without detours.
   // Latency is in the bound once, and not in what ports carry.
-  const DetourSearch search(plain, network);
+  DetourSearch search(plain, network);
   int64_t low = plain.bound_ns - network.latency_ns();
   int64_t high = search.level();
   if (high <= low + low / kLeastGain) return false;
@@ -267,20 +312,21 @@ bool find_detours(const PortDemand& plain, const Network& network, PortDemand* o
     const int64_t middle = low + (high - low) / 2;
     if (search.fit(middle, &items)) {
       high = middle;
-      best = items;
+      best = std::move(items);
     } else {
       low = middle;
     }
   }
   if (best.empty()) return false;
+  for (PortItem& item : best)
+    if (item.kind == PortItem::Kind::DetourOut) search.fill_in(&item);
   // Phase 4: balance what was found. The flow says that it fits, not how ports share it evenly. Inside and
   // between hosts no port is the same, so each is balanced alone.
   std::vector<PortItem> inside, between;
   for (PortItem& item : best) (item.inside() ? inside : between).push_back(std::move(item));
   balance_ports(network, &inside);
   balance_ports(network, &between);
-  *out = plain;
-  out->items = std::move(between);
+  *out = PortDemand{plain.parties, plain.ways, plain.hot_hosts, std::move(between), plain.bound_ns};
   out->items.insert(out->items.end(), std::make_move_iterator(inside.begin()),
                     std::make_move_iterator(inside.end()));
   return true;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "common/checked.h"
+#include "plan/stable_order.h"
 #include "plan/strategies/rotation.h"
 #include "plan/strategies/turns.h"
 
@@ -114,17 +115,18 @@ int64_t arrange(const Inputs& in, int64_t* inside_left, Layer* layer) {
   return load.nics();
 }
 
-void send_all(const Layer& layer, Drafter* drafter) {
-  std::vector<int32_t> order(layer.size()), hop(layer.size());
-  for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
-  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
-    return earlier(layer[static_cast<size_t>(a)], layer[static_cast<size_t>(b)]);
-  });
-  for (const int32_t i : order) {
+// `chunks`: by bundle.
+void send_all(const Layer& layer, const std::vector<Drafter::Range>& chunks, Drafter* drafter) {
+  std::vector<int64_t> turns;
+  turns.reserve(layer.size());
+  for (const Send& send : layer) turns.push_back((static_cast<int64_t>(send.turn) << 32) + send.turn_inside);
+  std::vector<int32_t> hop(layer.size());
+  for (const int32_t i : stable_order(turns)) {
     const Send& send = layer[static_cast<size_t>(i)];
     hop[static_cast<size_t>(i)] = drafter->hop_count();
     int32_t after = send.after < 0 ? -1 : hop[static_cast<size_t>(send.after)];
-    for (int32_t c = send.chunks.first; c < send.chunks.last; ++c) {
+    const Drafter::Range range = chunks[static_cast<size_t>(send.bundle)];
+    for (int32_t c = range.first; c < range.last; ++c) {
       drafter->pass_on(c, send.src, send.dst, after);
       if (after >= 0) ++after;
     }
@@ -133,19 +135,33 @@ void send_all(const Layer& layer, Drafter* drafter) {
 
 }  // namespace
 
-Draft draft_layers(const Inputs& in) {
-  Drafter drafter(in.tasks, in.problems, in.network);
+Layers::Layers(const Inputs& in) {
   // By the receivers of a bundle, the most first: copies inside hosts go on beside the layers that follow.
-  std::map<size_t, Layer, std::greater<>> layers;
-  for (const Send& send : choose_sends(in, &drafter))
+  std::map<size_t, std::vector<Send>, std::greater<>> layers;
+  for (const Send& send : choose_sends(in, nullptr))
     layers[in.lead(in.bundles[static_cast<size_t>(send.bundle)]).receivers.size()].push_back(send);
-  if (layers.size() < 2) return {};
+  if (layers.size() < 2) return;
   int64_t in_all_ns = in.network.latency_ns();
   int64_t inside_left_ns = in.bound_ns / 2;
   for (auto& [_, layer] : layers) in_all_ns += arrange(in, &inside_left_ns, &layer);
-  if (in_all_ns > good_ns(in.bound_ns)) return {};
-  for (const auto& [_, layer] : layers) send_all(layer, &drafter);
+  if (in_all_ns > good_ns(in.bound_ns)) return;
+  for (auto& [_, layer] : layers) layers_.push_back(std::move(layer));
+}
+
+Draft Layers::draft(const Inputs& in) const {
+  if (layers_.empty()) return {};
+  Drafter drafter(in.tasks, in.problems, in.network);
+  std::vector<Drafter::Range> chunks;
+  for (const Bundle& bundle : in.bundles) chunks.push_back(drafter.cut(bundle, in.chunk_bytes));
+  int64_t hops = 0;
+  for (const Layer& layer : layers_)
+    for (const Send& send : layer)
+      hops += chunks[static_cast<size_t>(send.bundle)].last - chunks[static_cast<size_t>(send.bundle)].first;
+  drafter.reserve(hops);
+  for (const Layer& layer : layers_) send_all(layer, chunks, &drafter);
   return drafter.take();
 }
+
+Draft draft_layers(const Inputs& in) { return Layers(in).draft(in); }
 
 }  // namespace meshcast

@@ -18,9 +18,12 @@ PortCredits::PortCredits(const Network& network, int64_t fan)
 void PortCredits::accrue(const PortItem& item, int64_t bundle_bytes, int64_t nbytes) {
   for (size_t k = 0; k < item.ports.size(); ++k) {
     // Rounded down, so a port may end a byte per chunk behind its share; all ports of an item alike.
-    const auto part = static_cast<__int128>(item.share[k]) * nbytes / bundle_bytes;
-    credit_[static_cast<size_t>(item.ports[k])] += static_cast<int64_t>(part);
+    credit_[static_cast<size_t>(item.ports[k])] += part_of(item.share[k], nbytes, bundle_bytes);
   }
+}
+
+void PortCredits::add(const std::vector<int64_t>& credit) {
+  for (size_t port = 0; port < credit.size(); ++port) credit_[port] += credit[port];
 }
 
 const std::vector<int32_t>& PortCredits::pick(const PortItem& item, int64_t copies, int64_t nbytes,

@@ -9,6 +9,14 @@
 
 namespace meshcast {
 
+// Bytes of a share that a chunk of `nbytes` of a bundle of `bundle_bytes` stands for, rounded down. Exact: 128
+// bits inside, where 64 are too few, since a division of 128 bits takes longer.
+inline int64_t part_of(int64_t share, int64_t nbytes, int64_t bundle_bytes) {
+  int64_t product = 0;
+  if (!__builtin_mul_overflow(share, nbytes, &product)) return product / bundle_bytes;
+  return static_cast<int64_t>(static_cast<__int128>(share) * nbytes / bundle_bytes);
+}
+
 // Who carries the next chunk, so that over all chunks every port carries its balanced share
 // (PortItem::share). Each port keeps a credit: a chunk adds the part of it that the port should carry, and
 // every hop takes a whole chunk off. The next hop goes to the port with the most credit, which keeps all
@@ -23,11 +31,15 @@ class PortCredits {
   // A chunk of `nbytes` of a bundle of `bundle_bytes` comes next.
   void accrue(const PortItem& item, int64_t bundle_bytes, int64_t nbytes);
 
+  // Adds to all credits, by port.
+  void add(const std::vector<int64_t>& credit);
+
   // Distributes `copies` (>= 1) hops of a chunk over the ports of an item; the first goes to an emitter, or to
   // `first_port` where that is given. Ports that are blocked get none. Returns hops per port, parallel to the
   // item's ports, until the next call.
   const std::vector<int32_t>& pick(const PortItem& item, int64_t copies, int64_t nbytes, int32_t first_port);
 
+  const std::vector<int64_t>& all() const { return credit_; }  // by port
   int64_t of(int32_t port) const { return credit_[static_cast<size_t>(port)]; }
   void take(int32_t port, int64_t nbytes) { credit_[static_cast<size_t>(port)] -= nbytes; }
   void block(int32_t port, bool blocked) { blocked_[static_cast<size_t>(port)] = blocked; }

@@ -1,7 +1,10 @@
 #pragma once
 
+#include <vector>
+
 #include "plan/draft.h"
 #include "plan/strategies/strategies.h"
+#include "plan/strategies/turns.h"
 
 namespace meshcast {
 
@@ -22,6 +25,19 @@ Draft draft_rotation_with_copies(const Inputs& in);
 // some hosts and little for others, and what is a turn for one is none for the other. Layers that go to several
 // ranks of a host may enter it once, while there is time for copies inside. Where senders have more to do than
 // receivers, these pass on what came in the first turns. Empty with one layer, or where it cannot be good.
+//
+// Who sends when is the same for all sizes of chunks.
+class Layers {
+ public:
+  explicit Layers(const Inputs& in);
+
+  Draft draft(const Inputs& in) const;
+
+ private:
+  std::vector<std::vector<Send>> layers_;
+};
+
+// With the chunks of `in`.
 Draft draft_layers(const Inputs& in);
 
 }  // namespace meshcast

@@ -1,12 +1,12 @@
 #include "plan/strategies/rounds.h"
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 #include "common/checked.h"
 #include "plan/bound/parties.h"
 #include "plan/chunk_size.h"
+#include "plan/stable_order.h"
 #include "plan/strategies/pipeline_stops.h"
 #include "plan/strategies/round_optimal.h"
 
@@ -78,40 +78,44 @@ using Course = std::vector<Arrival>;  // of one chunk, parents first
 std::vector<Course> find_courses(const std::vector<Stop>& stops, int32_t chunks, int32_t lanes, int64_t place,
                                  int64_t abreast, const Pace& pace) {
   std::vector<Course> out(static_cast<size_t>(chunks));
-  struct Timed {
-    int64_t slot;
-    int32_t chunk;
-    int32_t to;
-    int32_t from;
-  };
-  std::vector<Timed> sends;
-  sends.reserve(static_cast<size_t>(chunks) * stops.size());
   const RoundOptimal broadcast(static_cast<int32_t>(stops.size()) + 1);
-  for (int32_t lane = 0; lane < std::min(lanes, chunks); ++lane) {
-    for (const RoundOptimal::Send& send : broadcast.sends((chunks - lane + lanes - 1) / lanes))
-      sends.push_back(
-          {send.round * abreast + place + lane, send.block * lanes + lane, send.to - 1, send.from - 1});
-  }
-  std::stable_sort(sends.begin(), sends.end(), [](const Timed& a, const Timed& b) { return a.slot < b.slot; });
+  std::vector<std::vector<RoundOptimal::Send>> sends;  // by lane
+  for (int32_t lane = 0; lane < std::min(lanes, chunks); ++lane)
+    sends.push_back(broadcast.sends((chunks - lane + lanes - 1) / lanes));
+  for (Course& course : out) course.reserve(stops.size());
   // Chunks that wait until their group is whole; they go round together.
   std::vector<std::vector<std::pair<int32_t, size_t>>> group(stops.size());  // (chunk, index in its course)
   std::vector<int32_t> arrived(stops.size(), 0);
   std::vector<int64_t> free_ns(stops.size(), 0);
-  for (const Timed& send : sends) {
-    const auto at = static_cast<size_t>(send.to);
+  const auto take = [&](const RoundOptimal::Send& send, int32_t lane) {
+    const int64_t slot = send.round * abreast + place + lane;
+    const int32_t chunk = send.block * lanes + lane;
+    const auto at = static_cast<size_t>(send.to - 1);
     const auto m = static_cast<int64_t>(stops[at].size());
-    Course& course = out[static_cast<size_t>(send.chunk)];
-    group[at].emplace_back(send.chunk, course.size());
-    course.push_back({send.to, send.from, arrived[at]++, send.slot * pace.slot, 0});
-    if (arrived[at] < chunks && static_cast<int64_t>(group[at].size()) < m * abreast) continue;
-    const int64_t begin_ns = std::max(free_ns[at], (send.slot + abreast) * pace.slot);
+    Course& course = out[static_cast<size_t>(chunk)];
+    group[at].emplace_back(chunk, course.size());
+    course.push_back({send.to - 1, send.from - 1, arrived[at]++, slot * pace.slot, 0});
+    if (arrived[at] < chunks && static_cast<int64_t>(group[at].size()) < m * abreast) return;
+    const int64_t begin_ns = std::max(free_ns[at], (slot + abreast) * pace.slot);
     for (size_t i = 0; i < group[at].size(); ++i) {
-      const auto& [chunk, index] = group[at][i];
+      const auto& [waiting, index] = group[at][i];
       const int64_t row = static_cast<int64_t>(i) / m;
-      out[static_cast<size_t>(chunk)][index].inside_ns = begin_ns + row * pace.step;
+      out[static_cast<size_t>(waiting)][index].inside_ns = begin_ns + row * pace.step;
     }
     free_ns[at] = begin_ns + (m - 1) * pace.stride;
     group[at].clear();
+  };
+  // By slot: in every round the lanes in turn.
+  std::vector<size_t> next(sends.size(), 0);
+  bool more = !sends.empty();
+  for (int32_t round = 0; more; ++round) {
+    more = false;
+    for (size_t lane = 0; lane < sends.size(); ++lane) {
+      size_t& at = next[lane];
+      for (; at < sends[lane].size() && sends[lane][at].round == round; ++at)
+        take(sends[lane][at], static_cast<int32_t>(lane));
+      more = more || at < sends[lane].size();
+    }
   }
   return out;
 }
@@ -154,11 +158,9 @@ Route find_way(const Broadcast& one, const Course& course, size_t bundle, size_t
 
 // The hops in the order of their times, which ports are to keep.
 void put_in_time_order(const std::vector<int64_t>& starts, std::vector<Hop>* hops) {
-  std::vector<int32_t> order(hops->size()), place(hops->size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
-    return starts[static_cast<size_t>(a)] < starts[static_cast<size_t>(b)];
-  });
+  if (std::is_sorted(starts.begin(), starts.end())) return;
+  const std::vector<int32_t> order = stable_order(starts);
+  std::vector<int32_t> place(hops->size());
   std::vector<Hop> out;
   out.reserve(order.size());
   for (size_t i = 0; i < order.size(); ++i) {
@@ -224,7 +226,11 @@ Draft draft_rounds(const Inputs& in, RoundsStyle style) {
   const int64_t abreast = std::max<int64_t>(1, count_broadcasts(all)) * style.lanes;
   std::vector<int32_t> arrived;
   std::vector<int64_t> starts;
-  int64_t hops = 0, place = 0;
+  int64_t most = 0, hops = 0, place = 0;
+  for (const Bundle& bundle : in.bundles)
+    most += (bundle.nbytes / in.chunk_bytes + 1) * static_cast<int64_t>(in.lead(bundle).receivers.size());
+  drafter.reserve(most);
+  starts.reserve(static_cast<size_t>(std::min(most, kMaxHops)));
   for (size_t b = 0; b < all.size(); ++b) {
     const Bundle& bundle = in.bundles[b];
     const Drafter::Range chunks = drafter.cut(bundle, in.chunk_bytes);

@@ -52,6 +52,7 @@ TreeBuilder::TreeBuilder(const PortDemand& demand, const Network& network, int64
     BundleItems& mine = by_bundle_[static_cast<size_t>(it.bundle)];
     const auto index = static_cast<int32_t>(i);
     const auto p = static_cast<size_t>(std::max(it.party, 0));
+    mine.entries += it.ports.size();
     switch (it.kind) {
       case PortItem::Kind::NicOut: mine.out = index; break;
       case PortItem::Kind::NicIn: mine.in[p] = index; break;
@@ -183,17 +184,27 @@ int32_t TreeBuilder::next_emitter(int32_t bundle) const {
   return best;
 }
 
-// What the chunk adds to the credits, and what detours owe.
+// What the chunk adds to the credits, and what detours owe. Detours of every host may leave over the NICs of
+// all others. Chunks of equal size add the same: where ports come up again and again, what each gets is kept.
 void TreeBuilder::accrue(int32_t bundle, int64_t bundle_bytes, int64_t nbytes) {
   BundleItems& mine = by_bundle_[static_cast<size_t>(bundle)];
-  if (mine.out >= 0) credits_.accrue(item(mine.out), bundle_bytes, nbytes);
-  for (size_t p = 0; p < mine.in.size(); ++p) {
-    for (const auto* by_party : {&mine.in, &mine.local, &mine.detour_in, &mine.detour_out})
-      if ((*by_party)[p] >= 0) credits_.accrue(item((*by_party)[p]), bundle_bytes, nbytes);
-    if (mine.detour_in[p] < 0) continue;
-    const auto part = static_cast<__int128>(item(mine.detour_in[p]).detour) * nbytes / bundle_bytes;
-    mine.owed[p] += static_cast<int64_t>(part);
+  const bool keeps = mine.entries > 2 * static_cast<size_t>(network_.port_count());
+  if (keeps && last_.bundle == bundle && last_.nbytes == nbytes) {
+    credits_.add(last_.credit);
+  } else {
+    if (keeps) last_ = {bundle, nbytes, credits_.all()};
+    if (mine.out >= 0) credits_.accrue(item(mine.out), bundle_bytes, nbytes);
+    for (size_t p = 0; p < mine.in.size(); ++p)
+      for (const auto* by_party : {&mine.in, &mine.local, &mine.detour_in, &mine.detour_out})
+        if ((*by_party)[p] >= 0) credits_.accrue(item((*by_party)[p]), bundle_bytes, nbytes);
+    if (keeps) {
+      for (size_t port = 0; port < last_.credit.size(); ++port)
+        last_.credit[port] = credits_.all()[port] - last_.credit[port];
+    }
   }
+  if (!mine.detours) return;
+  for (size_t p = 0; p < mine.in.size(); ++p)
+    if (mine.detour_in[p] >= 0) mine.owed[p] += part_of(item(mine.detour_in[p]).detour, nbytes, bundle_bytes);
 }
 
 const Route& TreeBuilder::route(int32_t bundle, int64_t bundle_bytes, int64_t nbytes, int32_t first_port) {

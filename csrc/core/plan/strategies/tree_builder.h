@@ -41,6 +41,13 @@ class TreeBuilder {
     std::vector<int32_t> detour_in, detour_out;
     std::vector<int64_t> owed;  // by party, bytes that should have come by detours and have not yet
     bool detours = false;
+    size_t entries = 0;  // ports of all its items
+  };
+  // What a chunk added to the credits.
+  struct Accrued {
+    int32_t bundle = -1;
+    int64_t nbytes = 0;           // of the chunk
+    std::vector<int64_t> credit;  // by port
   };
   // A receiver that the chunk reaches over a NIC at the end.
   struct Late {
@@ -61,6 +68,7 @@ class TreeBuilder {
   void build_tree(int32_t bundle, int64_t nbytes);
 
   // Detours (tree_detours.cpp).
+  struct Sender;
   void choose_late(const Parties& parties, size_t party, BundleItems* items, int32_t root, int64_t nbytes);
   int32_t pick_late(const Parties& parties, size_t party, int32_t port, int32_t root) const;
   bool holder_waits(const Parties& parties, size_t party, const BundleItems& items);
@@ -70,6 +78,7 @@ class TreeBuilder {
   const Network& network_;
   PortCredits credits_;
   std::vector<BundleItems> by_bundle_;
+  Accrued last_;                  // of a bundle with many entries
   std::vector<int64_t> emitted_;  // by port, bytes that left the holders of emitting_bundle_
   int32_t emitting_bundle_ = -1;
   std::vector<int64_t> local_in_;  // by rank, bytes so far, hot hosts only

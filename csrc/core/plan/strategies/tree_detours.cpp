@@ -87,35 +87,90 @@ bool TreeBuilder::holder_waits(const Parties& parties, size_t party, const Bundl
   return true;
 }
 
-// The detours, once all hosts have the chunk: each from the NIC with the most credit that can send it.
+// A rank that sends a chunk over its NIC, see enter_late.
+struct TreeBuilder::Sender {
+  int32_t place = -1;  // in the order of ranks below; -1: none over this NIC yet
+  int32_t rank = -1;
+  int32_t parent = -1;
+};
+
+// The detours, once all hosts have the chunk: each from the NIC with the most credit that can send it. Of equal
+// NICs it is the one of the first rank, and of the ranks of a NIC the first: holders come first, then
+// receivers, host by host.
 void TreeBuilder::enter_late(const Parties& parties, const BundleItems& items, int32_t bundle, int64_t nbytes) {
+  if (late_.empty()) return;
   std::stable_sort(late_.begin(), late_.end(),
                    [](const Late& a, const Late& b) { return !a.spreads && b.spreads; });
+  // Phase 1: who has the chunk. There may be thousands of detours and NICs, so these stand in a heap. An entry
+  // whose credit or sender is not the present one is out of date: the present one has an entry of its own.
+  std::vector<Sender> senders(static_cast<size_t>(network_.nic_count()));
+  std::vector<int32_t> places(static_cast<size_t>(network_.rank_count()), -1);  // of receivers
+  struct Offer {
+    int64_t credit = 0;
+    int32_t place = -1;
+    int32_t nic = -1;
+    bool operator<(const Offer& other) const {
+      return credit != other.credit ? credit < other.credit : place > other.place;
+    }
+  };
+  std::vector<Offer> offers;
+  const auto credit = [&](int32_t nic) { return credits_.of(network_.nic_out(nic)); };
+  const auto serves = [&](int32_t rank, int32_t place, int32_t parent) {  // whether it is the first of its NIC
+    Sender& sender = senders[static_cast<size_t>(network_.nic(rank))];
+    if (sender.place >= 0 && sender.place < place) return false;
+    sender = {place, rank, parent};
+    return true;
+  };
+  int32_t place = 0;
+  for (const Party& party : parties.holders)
+    for (const int32_t r : party.ranks) serves(r, place++, -1);
+  for (const Party& party : parties.receivers) {
+    for (const int32_t r : party.ranks) {
+      places[static_cast<size_t>(r)] = place++;
+      const int32_t edge = arrived_[static_cast<size_t>(r)];
+      if (edge >= 0) serves(r, places[static_cast<size_t>(r)], edge);
+    }
+  }
+  for (int32_t nic = 0; nic < network_.nic_count(); ++nic) {
+    const int32_t first = senders[static_cast<size_t>(nic)].place;
+    if (first >= 0) offers.push_back({credit(nic), first, nic});
+  }
+  std::make_heap(offers.begin(), offers.end());
+  const auto offer = [&](int32_t nic) {
+    offers.push_back({credit(nic), senders[static_cast<size_t>(nic)].place, nic});
+    std::push_heap(offers.begin(), offers.end());
+  };
+  // Phase 2: one after the other. NICs of the host itself wait until the next detour.
+  std::vector<int32_t> own;
   for (const Late& late : late_) {
     const int32_t host = parties.receivers[late.party].host;
-    Edge edge{-1, late.rank, -1};
-    int32_t port = -1;
-    const auto offer = [&](int32_t rank, int32_t parent) {
-      const int32_t mine = network_.nic_out(network_.nic(rank));
-      if (port >= 0 && credits_.of(mine) <= credits_.of(port)) return;
-      port = mine;
-      edge.src = rank;
-      edge.parent = parent;
-    };
-    for (const Party& party : parties.holders) {
-      if (party.host == host) continue;
-      for (const int32_t r : party.ranks) offer(r, -1);
+    int32_t nic = -1;
+    while (nic < 0) {
+      std::pop_heap(offers.begin(), offers.end());
+      const Offer best = offers.back();
+      offers.pop_back();
+      const Sender& sender = senders[static_cast<size_t>(best.nic)];
+      if (best.place != sender.place || best.credit != credit(best.nic)) continue;
+      if (network_.host(sender.rank) == host)
+        own.push_back(best.nic);
+      else
+        nic = best.nic;
     }
-    for (const Party& party : parties.receivers) {
-      if (party.host == host) continue;
-      for (const int32_t r : party.ranks)
-        if (arrived_[static_cast<size_t>(r)] >= 0) offer(r, arrived_[static_cast<size_t>(r)]);
-    }
-    credits_.take(port, nbytes);
-    add_edge(edge.src, edge.dst, edge.parent);
+    const Sender sender = senders[static_cast<size_t>(nic)];
+    credits_.take(network_.nic_out(nic), nbytes);
+    const size_t before = route_.size();
+    add_edge(sender.rank, late.rank, sender.parent);
     if (late.spreads)
       spread_inside(parties, late.party, items, late.rank, static_cast<int32_t>(route_.size()) - 1, bundle,
                     nbytes);
+    offer(nic);
+    for (const int32_t each : own) offer(each);
+    own.clear();
+    for (size_t edge = before; edge < route_.size(); ++edge) {
+      const int32_t rank = route_[edge].dst;
+      if (serves(rank, places[static_cast<size_t>(rank)], static_cast<int32_t>(edge)))
+        offer(network_.nic(rank));
+    }
   }
   for (const Late& late : late_) {
     is_late_[static_cast<size_t>(late.rank)] = 0;

@@ -9,33 +9,38 @@
 namespace meshcast {
 namespace {
 
-// Numbers values within their groups, in ascending order: of (group, value) pairs added before.
-class Numbers {
- public:
-  void add(int64_t group, int32_t value) { all_.emplace_back(group, value); }
-
-  void sort() {
-    std::sort(all_.begin(), all_.end());
-    all_.erase(std::unique(all_.begin(), all_.end()), all_.end());
-  }
-
-  int32_t count(int64_t group) const {
-    const auto last = std::upper_bound(all_.begin(), all_.end(), std::pair{group, INT32_MAX});
-    return static_cast<int32_t>(last - first(group));
-  }
-
-  int32_t number(int64_t group, int32_t value) const {
-    return static_cast<int32_t>(std::lower_bound(all_.begin(), all_.end(), std::pair{group, value}) -
-                                first(group));
-  }
-
- private:
-  std::vector<std::pair<int64_t, int32_t>>::const_iterator first(int64_t group) const {
-    return std::lower_bound(all_.begin(), all_.end(), std::pair{group, INT32_MIN});
-  }
-
-  std::vector<std::pair<int64_t, int32_t>> all_;
+// Ports in groups, numbered within theirs in ascending order, and the groups within theirs. A number of -1 is
+// that of a port that is in none.
+struct Numbers {
+  std::vector<int32_t> number;  // by port
+  std::vector<int32_t> count;   // by port: of its group
 };
+
+// `ports`: (group, value) of each port, where it is in a group. Ports of equal values share a number.
+Numbers number_ports(const std::vector<std::pair<int64_t, int32_t>>& ports) {
+  Numbers out;
+  out.number.assign(ports.size(), -1);
+  out.count.assign(ports.size(), 0);
+  std::vector<int32_t> order;
+  for (size_t port = 0; port < ports.size(); ++port)
+    if (ports[port].first >= 0) order.push_back(static_cast<int32_t>(port));
+  const auto of = [&](size_t i) -> const std::pair<int64_t, int32_t>& {
+    return ports[static_cast<size_t>(order[i])];
+  };
+  std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+    return ports[static_cast<size_t>(a)] < ports[static_cast<size_t>(b)];
+  });
+  for (size_t first = 0; first < order.size();) {
+    size_t last = first;
+    int32_t number = 0;
+    for (; last < order.size() && of(last).first == of(first).first; ++last) {
+      if (last > first && of(last).second != of(last - 1).second) ++number;
+      out.number[static_cast<size_t>(order[last])] = number;
+    }
+    for (; first < last; ++first) out.count[static_cast<size_t>(order[first])] = number + 1;
+  }
+  return out;
+}
 
 }  // namespace
 
@@ -45,7 +50,7 @@ std::vector<Send> choose_sends(const Inputs& in, Drafter* drafter) {
   for (size_t b = 0; b < in.bundles.size(); ++b) {
     const Bundle& bundle = in.bundles[b];
     const Task& task = in.lead(bundle);
-    const Drafter::Range chunks = drafter->cut(bundle, in.chunk_bytes);
+    const Drafter::Range chunks = drafter != nullptr ? drafter->cut(bundle, in.chunk_bytes) : Drafter::Range{};
     for (const int32_t receiver : task.receivers) {
       Send send;
       send.bundle = static_cast<int32_t>(b);
@@ -64,24 +69,27 @@ std::vector<Send> choose_sends(const Inputs& in, Drafter* drafter) {
 void set_turns(const Network& network, std::vector<Send>* sends) {
   DisjointSets sets(network.port_count());  // ports that sends link with each other
   for (const Send& s : *sends) sets.link(s.out, s.in);
-  // A host may have receivers in several sets.
-  const auto place = [&](const Send& s) {
-    return static_cast<int64_t>(sets.find(s.out)) * network.host_count() + network.host(s.dst);
-  };
-  Numbers senders, hosts, receivers;
+  // All is told by the ports of a send, of which there are far fewer than sends. A port in is at one host,
+  // which may have receivers in several sets.
+  const std::pair<int64_t, int32_t> none{-1, -1};
+  const auto ports = static_cast<size_t>(network.port_count());
+  std::vector<std::pair<int64_t, int32_t>> senders(ports, none), hosts(ports, none), receivers(ports, none);
   for (const Send& s : *sends) {
-    senders.add(sets.find(s.out), s.out);
-    hosts.add(sets.find(s.out), network.host(s.dst));
-    receivers.add(place(s), s.in);
+    const auto out = static_cast<size_t>(s.out), in = static_cast<size_t>(s.in);
+    if (senders[out] == none) senders[out] = {sets.find(s.out), s.out};
+    if (hosts[in] != none) continue;
+    const int32_t set = sets.find(s.in);
+    const int32_t host = network.host(s.dst);
+    hosts[in] = {set, host};
+    receivers[in] = {static_cast<int64_t>(set) * network.host_count() + host, s.in};
   }
-  for (Numbers* each : {&senders, &hosts, &receivers}) each->sort();
+  const Numbers sender = number_ports(senders), host = number_ports(hosts), receiver = number_ports(receivers);
   for (Send& s : *sends) {
-    const int32_t set = sets.find(s.out);
-    const int32_t sender = senders.number(set, s.out);
-    const int32_t many = hosts.count(set);
-    s.turn = (hosts.number(set, network.host(s.dst)) + many - sender % many) % many;
-    const int32_t inside = receivers.count(place(s));
-    s.turn_inside = (receivers.number(place(s), s.in) + inside - sender / many % inside) % inside;
+    const auto out = static_cast<size_t>(s.out), in = static_cast<size_t>(s.in);
+    const int32_t many = host.count[in];
+    s.turn = (host.number[in] + many - sender.number[out] % many) % many;
+    const int32_t inside = receiver.count[in];
+    s.turn_inside = (receiver.number[in] + inside - sender.number[out] / many % inside) % inside;
   }
 }
 

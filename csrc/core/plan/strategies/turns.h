@@ -28,7 +28,7 @@ inline bool earlier(const Send& a, const Send& b) {
   return std::tie(a.turn, a.turn_inside) < std::tie(b.turn, b.turn_inside);
 }
 
-// Who sends what to whom as send_recv has it, bundle by bundle. Cuts the chunks.
+// Who sends what to whom as send_recv has it, bundle by bundle. Cuts the chunks, unless `drafter` is null.
 std::vector<Send> choose_sends(const Inputs& in, Drafter* drafter);
 
 // Numbers the turns of a rotation among these sends.
