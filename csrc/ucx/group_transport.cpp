@@ -85,7 +85,8 @@ void GroupTransport::arrived_locked(Kind kind, const Header& header, const std::
   if (aborted_) {
     // They wait for this rank. It may never have connected with them, so that they have not heard.
     std::string why;
-    const bool waits = kind == Kind::Announce || kind == Kind::Post;
+    const bool waits = kind == Kind::Announce || kind == Kind::Post ||
+                       (kind == Kind::Data && header.count == 1 && header.nbytes > kSmallBytes);
     if (waits && link_for_locked(header.sender, header.key, rank_, &why)) say_leave_locked(peer);
     return;
   }

@@ -28,7 +28,7 @@ class ProcessPlane;
 // An eager message goes at once. So does the beginning of any other that is not posted yet, which announces it;
 // the rest goes once its receive is posted, in fragments, which are written where they belong as they come:
 // nothing is written that was not posted, or after the receive has ended. A sender without credit announces its
-// message alone. A receiver that has taken all of a message that was not eager says so.
+// message alone. A receiver that has taken all of a message that is not small says so.
 class GroupTransport final : public ProbingTransport {
  public:
   GroupTransport(std::shared_ptr<ProcessPlane> plane, uint64_t id, std::vector<Address> members, int rank,
@@ -118,7 +118,7 @@ class GroupTransport final : public ProbingTransport {
   // Messages out, in messages_out.cpp.
   static Sending* front_locked(Line& line);
   bool may_send_locked(Line& line);  // one more fragment
-  bool may_send_eagerly_locked(const Key& key, int64_t nbytes);
+  bool may_send_eagerly_locked(const Envelope& to, int64_t nbytes);
   Fragment pack(std::unique_lock<std::mutex>& lock, Outgoing& message, int64_t offset, int64_t nbytes);
   void announce_locked(Sending& sending);
   void post_arrived_locked(const Header& header);
@@ -132,6 +132,7 @@ class GroupTransport final : public ProbingTransport {
   void announced_locked(const Header& header);
   void post_locked(int peer, uint64_t key, Receiving& receiving);
   void credit_locked(int peer, int64_t nbytes);
+  void answer_locked(int peer, uint64_t key, int64_t nbytes, int64_t expected);
   void arrive_locked(const Key& key, Arrival arrival);
 
   const std::shared_ptr<ProcessPlane> plane_;

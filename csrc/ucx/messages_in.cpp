@@ -33,6 +33,8 @@ void GroupTransport::recv(const Envelope& from, int64_t nbytes, std::unique_ptr<
   }
   if (arrival && !arrival.mapped().announced) {
     if (arrival.mapped().data.empty()) credit_locked(from.peer, 0);
+    if (!aborted_ && arrival.mapped().nbytes > kSmallBytes)
+      answer_locked(from.peer, from.key, arrival.mapped().nbytes, nbytes);
     end_locked(from.peer, std::move(message), aborted_ ? kAborted : mismatch(arrival.mapped().nbytes, nbytes));
     lock.unlock();
     return plane_->tell();
@@ -49,7 +51,7 @@ void GroupTransport::recv(const Envelope& from, int64_t nbytes, std::unique_ptr<
   receiving.arrived = arrived;
   if (arrival) {
     announced_locked({id_, from.key, from.peer, 0, 0, arrival.mapped().nbytes});
-  } else if (nbytes > kEagerBytes) {
+  } else if (nbytes > (from.in_turn ? kSmallBytes : kEagerBytes)) {
     post_locked(from.peer, from.key, receiving);
   }
   lock.unlock();
@@ -113,19 +115,31 @@ void GroupTransport::data_locked(const Header& header, const std::byte* data, in
   Receiving& receiving = it->second;
   if (eager) credit_locked(key.peer, nbytes);
   if (announces) post_locked(key.peer, key.key, receiving);  // the sender compares the sizes, too
+  const int64_t expected = receiving.nbytes;
   auto error = mismatch(header.nbytes, receiving.nbytes);
   if (!error) {
     receiving.message->write(header.offset, nbytes, data);
     receiving.arrived += nbytes;
     if (receiving.arrived < receiving.nbytes) return;
   }
-  const bool whole = !error;
+  const bool posted = receiving.posted;
   end_locked(key.peer, std::move(receiving.message), std::move(error));
   receivings_.erase(it);
-  if (eager) return;
+  if (eager && header.nbytes <= kSmallBytes) return;
+  if (!posted || header.nbytes == expected) answer_locked(key.peer, key.key, header.nbytes, expected);
+}
+
+// The sender of a message that is not small waits for this: that all of it was taken, or what was expected in
+// its place.
+void GroupTransport::answer_locked(int peer, uint64_t key, int64_t nbytes, int64_t expected) {
   std::string why;
-  const auto link = link_for_locked(key.peer, key.key, key.peer, &why);
-  if (whole && link) say_locked(link, key.peer, Kind::Taken, {id_, key.key, rank_, 0, 0, 0});
+  const auto link = link_for_locked(peer, key, peer, &why);
+  if (!link) return;
+  if (nbytes == expected) {
+    say_locked(link, peer, Kind::Taken, {id_, key, rank_, 0, 0, 0});
+  } else {
+    say_locked(link, peer, Kind::Post, {id_, key, rank_, 0, 0, expected});
+  }
 }
 
 // Gives credit back, not for each message but once half of it was used.

@@ -24,10 +24,10 @@ void GroupTransport::send(const Envelope& to, int64_t nbytes, std::unique_ptr<Ou
   const std::byte* packed = message->packed();
   std::unique_lock lock(plane_->mutex());
   Fragment buffer;
-  if (!packed && may_send_eagerly_locked(key, nbytes)) buffer = pack(lock, *message, 0, head);
+  if (!packed && may_send_eagerly_locked(to, nbytes)) buffer = pack(lock, *message, 0, head);
   std::string why;
   const auto link = aborted_ ? nullptr : link_for_locked(to.peer, to.key, rank_, &why);
-  const bool eager = link && may_send_eagerly_locked(key, nbytes);  // asked again: others may have sent
+  const bool eager = link && may_send_eagerly_locked(to, nbytes);  // asked again: others may have sent
   if (buffer && !eager) plane_->give_back_locked(std::move(buffer));
   if (!link) {
     lock.unlock();
@@ -44,7 +44,7 @@ void GroupTransport::send(const Envelope& to, int64_t nbytes, std::unique_ptr<Ou
     flight->header = {id_, to.key, rank_, 1, 0, nbytes};
   }
   const std::byte* data = packed || !eager ? packed : flight->buffer.get();
-  if (eager && head == nbytes) {
+  if (eager && nbytes <= kSmallBytes) {
     flight->message = std::move(message);
     const bool ended = plane_->send_locked(std::move(flight), data, nbytes);
     lock.unlock();
@@ -59,10 +59,11 @@ void GroupTransport::send(const Envelope& to, int64_t nbytes, std::unique_ptr<Ou
   sending->packed = packed;
   sending->message = std::move(message);
   sendings_[key] = sending;
-  if (eager) {  // the beginning, which announces the rest
+  if (eager) {  // all of it, or the beginning, which announces the rest
     flight->sending = sending;
     sending->announced = true;
     sending->issued = head;
+    sending->all_issued = head == nbytes;
     ++sending->in_flight;
     plane_->send_locked(std::move(flight), data, head);
   } else if (const auto post = posts_.extract(key)) {
@@ -76,9 +77,10 @@ void GroupTransport::send(const Envelope& to, int64_t nbytes, std::unique_ptr<Ou
 
 // Whether its first bytes, up to kEagerBytes, may go at once. The beginning of a message that is posted need
 // not: all of it may.
-bool GroupTransport::may_send_eagerly_locked(const Key& key, int64_t nbytes) {
-  if (nbytes > kEagerBytes && posts_.contains(key)) return false;
-  return peer_at(key.peer).credit >= credit_of(std::min(nbytes, kEagerBytes)) && !leaves(key.peer);
+bool GroupTransport::may_send_eagerly_locked(const Envelope& to, int64_t nbytes) {
+  if (to.in_turn && nbytes > kSmallBytes) return false;
+  if (nbytes > kEagerBytes && posts_.contains(Key{to.peer, to.key})) return false;
+  return peer_at(to.peer).credit >= credit_of(std::min(nbytes, kEagerBytes)) && !leaves(to.peer);
 }
 
 // Without the lock while it packs, which may take as long as sending.

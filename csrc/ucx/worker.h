@@ -16,6 +16,9 @@ namespace meshcast::ucx {
 // its size of the sender's credit, and what is small counts as kLeastCredit. A sender without credit waits.
 inline constexpr int64_t kEagerBytes = 512 * 1024;
 inline constexpr int64_t kLeastCredit = 8 * 1024;
+// Messages up to this size end once their memory may be used again; larger ones once their receiver has all of
+// them.
+inline constexpr int64_t kSmallBytes = 8 * 1024;
 inline constexpr int64_t kCreditBytes = 1024 * 1024;
 inline int64_t credit_of(int64_t nbytes) { return std::max(nbytes, kLeastCredit); }
 

@@ -26,7 +26,7 @@ GROUP_TIMEOUT = 30.0
 # A call that stands still ends at GROUP_TIMEOUT: what is past a tenth of that has not been held up by one.
 SOON = GROUP_TIMEOUT
 LARGE = 600_001  # rows: 4 MiB and more, uneven in every layout
-MIDDLE = 700_001  # parts of it are too large to be sent before they are asked for
+MIDDLE = 60_001  # too large to be sent before it is asked for
 SMALL = 11
 RANKS = [0, 1, 2]
 

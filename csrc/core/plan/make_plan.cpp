@@ -232,7 +232,7 @@ size_t most_receiving_hosts(const Inputs& in) {
     const auto& receivers = in.lead(bundle).receivers;
     if (receivers.size() <= most) continue;
     hosts.clear();
-    for (const int32_t r : receivers) hosts.push_back(in.network.host(r));
+    for (const int32_t r : receivers) hosts.push_back(in.network.host(in.network.index(r)));
     sort_unique(&hosts);
     most = std::max(most, hosts.size());
   }

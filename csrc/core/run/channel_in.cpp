@@ -72,7 +72,7 @@ void InChannel::resume() {
     Entry entry = std::move(entries_.front());
     entries_.pop_front();
     ++posted_;
-    const Envelope from{peer_, lane_, message_key(entry.run->label(), first_++)};
+    const Envelope from{peer_, lane_, message_key(entry.run->label(), first_++), entry.run->program().relayed};
     const int64_t nbytes = entry.op->nbytes;
     auto staging = staging_for_locked(entry);
     lock.unlock();

@@ -78,7 +78,7 @@ void OutChannel::pump(const std::function<void()>& between) {
     const Entry entry = *next;
     lock.unlock();
     MC_FAULT_POINT("send");
-    const Envelope to{peer_, lane_, message_key(entry.run->label(), position)};
+    const Envelope to{peer_, lane_, message_key(entry.run->label(), position), entry.run->program().relayed};
     transport_->send(to, entry.op->nbytes, std::make_unique<Dispatch>(*this, entry.run, *entry.op, position));
     if (between) between();
     lock.lock();

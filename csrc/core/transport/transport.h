@@ -59,6 +59,9 @@ struct Envelope {
   int peer = -1;     // the other end: its rank in the group
   int32_t lane = 0;  // lanes never wait for each other
   uint64_t key = 0;  // see message_key; no two messages of a pair that are in flight have the same
+  // Where ranks pass messages on, none but small ones leave before their receive is posted: else they would
+  // share the network with those that are due before them. The same at both ends.
+  bool in_turn = false;
 };
 
 class Source;
