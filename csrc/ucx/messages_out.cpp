@@ -66,9 +66,10 @@ void GroupTransport::send(const Envelope& to, int64_t nbytes, std::unique_ptr<Ou
     sending->all_issued = head == nbytes;
     ++sending->in_flight;
     plane_->send_locked(std::move(flight), data, head);
-  } else if (const auto post = posts_.extract(key)) {
+  }
+  if (const auto post = posts_.extract(key)) {
     post_arrived_locked({id_, to.key, to.peer, 0, 0, post.mapped()});
-  } else if (!leaves(to.peer)) {  // who leaves takes nothing: it counts as lost soon
+  } else if (!eager && !leaves(to.peer)) {  // who leaves takes nothing: it counts as lost soon
     announce_locked(*sending);
   }
   lock.unlock();
