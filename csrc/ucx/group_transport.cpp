@@ -224,7 +224,7 @@ void GroupTransport::abort_locked() {
   // Also those that wait for this rank and with which it has not connected.
   std::string why;
   for (const auto& [key, arrival] : std::exchange(arrivals_, {})) {
-    if (arrival.announced) link_for_locked(key.peer, key.key, key.peer, &why);
+    if (arrival.announced || arrival.nbytes > kSmallBytes) link_for_locked(key.peer, key.key, key.peer, &why);
   }
   for (const auto& [key, nbytes] : std::exchange(posts_, {})) link_for_locked(key.peer, key.key, rank_, &why);
   for (Peer& peer : peers_) say_leave_locked(peer);

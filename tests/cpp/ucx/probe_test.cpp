@@ -79,6 +79,26 @@ TEST_CASE("a probe is told once its message is here, which stays", "[ucx]") {
         }) == "");
 }
 
+// Rank 1 has not connected with rank 0 until it aborts.
+TEST_CASE("a rank that leaves notifies those whose messages it has not taken", "[ucx]") {
+  CHECK(in_processes(2, [](UcxRank& self) {
+          for (const size_t turn : {0, 1}) {
+            const auto transport = self.join(60 + turn);
+            Tally tally;
+            std::vector<uint8_t> data = all(1, turn == 0 ? 100'000 : 1 << 20);
+            if (self.rank == 0) {
+              send(*transport, 1, 1, data, tally);
+              UcxRank::require(tally.all_ended(kEnd) && tally.failed() == 1, "the send fails");
+            } else {
+              std::this_thread::sleep_for(milliseconds(50));  // its beginning is here
+              transport->abort();
+            }
+            self.meet(turn);
+            transport->shutdown();
+          }
+        }) == "");
+}
+
 // A small one is on its way before anybody can compare.
 TEST_CASE("a message of another size than its receive fails, at its sender too where it is large", "[ucx]") {
   CHECK(in_processes(2, [](UcxRank& self) {
