@@ -81,8 +81,8 @@ MUTANTS = [
     Mutant(
         "agree: lost ranks are not looked for",
         "group/agreement.cpp",
-        "    if (now - started > kLookForPeers && knows_who_came)\n",
-        "    if (false)\n",
+        "    if (now - started > crowd * kLookForPeers && knows_who_came) {\n",
+        "    if (false) {\n",
     ),
     Mutant(
         "agree: nobody hears that another called differently",
