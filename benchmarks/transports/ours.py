@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +19,9 @@ __all__ = ["KINDS"]
 _PLACEMENTS = [Replicate()]
 
 
-class _Ours:
+class _Ours(ABC):
     """What the ways have in common: a message is a call that moves a tensor from one rank's mesh to the
-    other's. A way defines `_call`, by the sender, and `_start`, from rank 0 into the window's place `at`."""
+    other's. A way defines `_call`, by the sender."""
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers, self._rank = buffers, buffers.rank
@@ -43,11 +44,11 @@ class _Ours:
             local, self._meshes[mesh], _PLACEMENTS, run_check=False, shape=shape, stride=(1,)
         )
 
-    def _call(self, sender: int) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _call(self, sender: int) -> Any: ...
 
-    def _start(self, at: int) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def batch(self) -> None: ...
 
     def _message(self, sender: int) -> None:
         if self._rank == sender:
@@ -62,10 +63,6 @@ class _Ours:
     def back(self) -> None:
         self._message(1)
 
-    def batch(self) -> None:
-        self._results = []
-        self._results = [handle.wait() for handle in [self._start(at) for at in range(self._window)]]
-
     def right(self) -> bool:
         return self._buffers.right(
             each.to_local() if isinstance(each, DTensor) else each
@@ -76,7 +73,18 @@ class _Ours:
         self._last, self._results = None, []
 
 
-class Reshard(_Ours):
+class _Started(_Ours):
+    """Calls that return a handle: `_start` sends from rank 0 into the window's place `at`."""
+
+    @abstractmethod
+    def _start(self, at: int) -> Any: ...
+
+    def batch(self) -> None:
+        self._results = []
+        self._results = [handle.wait() for handle in [self._start(at) for at in range(self._window)]]
+
+
+class Reshard(_Started):
     def _call(self, sender: int) -> Any:
         return meshcast.reshard(self._ends[sender], self._meshes[1 - sender], _PLACEMENTS)
 
@@ -84,7 +92,7 @@ class Reshard(_Ours):
         return meshcast.reshard(self._ends[0], self._meshes[1], _PLACEMENTS, async_op=True)
 
 
-class _IntoPlace(_Ours):
+class _IntoPlace(_Started):
     """Into tensors that are there."""
 
     def prepare(self, nbytes: int, window: int) -> None:
@@ -126,7 +134,7 @@ class Resharder(_IntoPlace):
         return self._starts.start(out=self._targets[at])
 
 
-class ReshardLocal(_Ours):
+class ReshardLocal(_Started):
     _LAYOUTS = (meshcast.Layout([0], _PLACEMENTS), meshcast.Layout([1], _PLACEMENTS))
 
     def _local(self, sender: int, **options: Any) -> Any:
@@ -218,9 +226,12 @@ class Stays(_Ours):
         self._both = DeviceMesh("cpu", torch.tensor([0, 1]), _init_backend=False, _rank=self._rank)
         self._given = DTensor.from_local(self._buffers.mine, self._both, [Shard(0)], run_check=False)
 
+    def _call(self, sender: int) -> Any:  # noqa: ARG002
+        return meshcast.reshard(self._given, self._both, [Shard(0)])
+
     def there(self) -> None:
         self._last = None
-        self._last = meshcast.reshard(self._given, self._both, [Shard(0)])
+        self._last = self._call(self._rank)
 
     def back(self) -> None:
         self.there()

@@ -11,9 +11,9 @@
 
 namespace meshcast::ucx {
 
-// Messages up to this size are sent at once (eager), into a buffer of the receiver if it has not posted yet;
-// larger ones wait for it. The bytes that may lie in such buffers are bounded for each pair: a message takes
-// its size of the sender's credit, and what is small counts as kLeastCredit. A sender without credit waits.
+// So many bytes of a message are sent at once (eager), into a buffer of the receiver if it has not posted yet;
+// the rest waits for it. What may lie in such buffers is bounded for each pair: a message takes these bytes of
+// the sender's credit, and what is small counts as kLeastCredit. A sender without credit waits.
 inline constexpr int64_t kEagerBytes = 512 * 1024;
 inline constexpr int64_t kLeastCredit = 8 * 1024;
 // Messages up to this size end once their memory may be used again; larger ones once their receiver has all of
