@@ -44,10 +44,10 @@ CONFIGURE := -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix
 LOCK := flock build/.lock
 
 .DEFAULT_GOAL := build
-.PHONY: build faults cuda-check on-gpu demo test test-all test-faults simulate simulate-mutants test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint analyze metrics format asan tsan clean configure help
+.PHONY: build faults cuda-check on-gpu demo demo-long test test-all test-faults simulate simulate-mutants test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint analyze metrics format asan tsan clean configure help
 
 help:
-	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build faults cuda-check on-gpu demo test test-all test-faults simulate simulate-mutants test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint analyze metrics format asan tsan clean'
+	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build faults cuda-check on-gpu demo demo-long test test-all test-faults simulate simulate-mutants test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint analyze metrics format asan tsan clean'
 
 # ---- set-up ----------------------------------------------------------------------------------------------
 
@@ -63,7 +63,11 @@ $(VENV)/.stamp-build: requirements-build.txt $(TORCH_STAMP)
 	$(PIP) -r requirements-build.txt
 	@touch $@
 
-$(VENV)/.stamp-dev: requirements-dev.txt $(TORCH_STAMP)
+$(VENV)/.stamp-demo: requirements-demo.txt $(TORCH_STAMP)
+	$(PIP) -r requirements-demo.txt
+	@touch $@
+
+$(VENV)/.stamp-dev: requirements-dev.txt requirements-demo.txt $(TORCH_STAMP)
 	$(PIP) -r requirements-dev.txt
 	@touch $@
 
@@ -161,8 +165,13 @@ test-faults: build faults $(VENV)/.stamp-dev
 fuzz: build $(VENV)/.stamp-fuzz
 	@PY=$(PY) JOBS=$(JOBS) tools/fuzz.sh $(FUZZ_SECONDS) $(FUZZ_SEED) $(FUZZ_RUNS)
 
-demo: build $(VENV)/.stamp-dev
-	PYTHONPATH=$(CURDIR)/python PYTHON=$(PY) examples/demo.sh
+# A table, two pictures and a short training in less than a minute.
+demo: build $(VENV)/.stamp-demo
+	@PYTHONPATH=$(CURDIR)/python PYTHON=$(PY) examples/demo.sh
+
+# The same with longer trainings, of a GPT and a U-Transformer: two minutes more.
+demo-long: build $(VENV)/.stamp-dev
+	@PYTHONPATH=$(CURDIR)/python PYTHON=$(PY) examples/demo.sh --long
 
 # BENCH_ARGS: more options of `python -m benchmarks`, e.g. BENCH_ARGS="--mbit 150"
 bench: build $(VENV)/.stamp-dev

@@ -33,7 +33,7 @@ TARGETS = set(re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[0].split())
 VARIABLES = set(re.findall(r"\b([A-Z][A-Z_]+)\b", MAKEFILE))
 CPP_TESTS = "".join(path.read_text() for path in (ROOT / "tests" / "cpp").rglob("*.cpp"))
 # Names of files that the page has told the reader to make.
-OWN_FILES = {"train.py", "one_tensor.py", "weights.py", "pipeline.py"}
+OWN_FILES = {"train.py", "quickstart.py", "one_tensor.py", "weights.py", "pipeline.py"}
 
 
 @pytest.mark.parametrize("page", doc_blocks.pages())
