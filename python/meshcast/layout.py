@@ -77,7 +77,8 @@ class Layout:
         mesh_shape, ranks = _read_mesh(mesh)
         if isinstance(placements, str) or not isinstance(placements, Iterable):
             raise LayoutError(
-                f"placements {placements!r}: expected a sequence with one placement per mesh dimension"
+                f"placements {checks.shown(placements)}: expected a sequence with one placement per mesh "
+                "dimension"
             )
         self._set(mesh_shape, ranks, tuple(_read_placement(i, p) for i, p in enumerate(placements)))
 

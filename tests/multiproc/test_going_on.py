@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -133,6 +134,36 @@ def goes_on(
     assert seen == set(range(steps))
     assert set(notes.with_key("end").values()) == {steps}
     return notes
+
+
+def nested_job(*victims: str) -> tuple[int, str]:
+    program = Path(__file__).with_name("nested_job.py")
+    ranks = "4" if len(victims) == 4 else "1:4"  # all at once, or as many as live
+    process = Started("--nproc-per-node", ranks, "--max-restarts", "4", str(program), *victims)
+    output = ended(process)
+    return process.returncode, output
+
+
+def test_a_nested_state_goes_on() -> None:
+    status, output = nested_job("1.0")
+    assert status == 0, output[-8000:]
+    assert "worker 0.0 has ended well" in output
+    assert "begins at step 0" not in output
+
+
+@pytest.mark.slow
+def test_a_job_that_lost_its_state_says_so_on_all_ranks() -> None:
+    status, output = nested_job("0.0", "1.0", "2.0", "3.0")
+    assert status == 0, output[-8000:]
+    assert {f"rank {rank} of" for rank in range(4)} <= set(re.findall("rank . of", output)), output[-8000:]
+    assert "begins at step 0: workers died" in output
+
+
+@pytest.mark.slow
+def test_state_that_no_other_rank_could_take_is_refused_after_the_first_step() -> None:
+    status, output = nested_job("lazy")
+    assert status == 1
+    assert "'optim' of state_dict() holds a DTensor" in output, output[-8000:]
 
 
 def test_ranks_die_before_between_and_after_the_optimizers_of_a_step(tmp_path: Path) -> None:

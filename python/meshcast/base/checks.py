@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -20,10 +21,17 @@ MAX_DIMS = 8  # tensor dimensions that the C++ boxes hold
 MAX_INT64 = (1 << 63) - 1
 
 
+_VALUES = re.compile(r"\b(tensor|array)\(.*")  # of tensors and arrays, as they begin in a repr
+
+
 def shown(item: Any, limit: int = 60) -> str:
-    """`repr` short enough for a one-line message, whatever was handed in."""
+    """`repr` short enough for a one-line message, whatever was handed in. Values of tensors are left out:
+    messages go to logs."""
     try:
-        text = repr(item).replace("\n", " ")
+        if isinstance(item, torch.Tensor):
+            text = f"a {type(item).__name__} of {item.dtype} and shape {tuple(item.shape)}"
+        else:
+            text = _VALUES.sub(r"\1(...)", repr(item).replace("\n", " "))
     except Exception:  # a repr that raises, as of a tensor that cannot be read
         text = f"a {type(item).__name__}"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

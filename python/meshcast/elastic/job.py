@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from ..layout import Layout
 from ..pipelining.action import ScheduleError
 from ..resharding.state_entries import local_of
 from . import rendezvous as meet
-from .places import Old, Place
+from .places import Nest, Old, Place, check_entries, tensors_in
 from .remesh import abort_groups, leave_groups, remesh
 from .rendezvous import Version, Watch, Worker
 from .replicas import Replicas
@@ -40,6 +41,7 @@ _STEPS = "meshcast.elastic.steps"  # entry of the state beside the user's
 _PAUSE = 0.02  # seconds between two looks for the start of a process group
 _MOST_BYTES = 1 << 62
 _MOST_STEPS = 10**9
+_IN_MAKE = "Make what comes with a step in make(): an optimizer's state as get_state_dict of torch does"
 
 
 class Before:
@@ -113,10 +115,9 @@ def _gathered(row: list[int], group: dist.ProcessGroup) -> list[list[int]]:
 def _held(training: Any) -> int:
     """Bytes of the state's tensors on this rank. Views of one storage count once, with all of it."""
     storages = {}
-    for value in () if training is None else training.state_dict().values():
-        if isinstance(value, torch.Tensor):
-            storage = local_of(value).untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+    for tensor in tensors_in({} if training is None else training.state_dict()):
+        storage = local_of(tensor).untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
@@ -176,7 +177,9 @@ class Training(Protocol):
     such objects Stateful."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that must go on: by names that say nothing of ranks. See remesh for the entries."""
+        """Everything that must go on: by names that say nothing of ranks. See remesh for the entries; dicts,
+        lists and tuples of such are taken too, and returned as they were. `own`, `old` and errors call an
+        entry of them "model.weight", as torch.distributed.checkpoint does."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
@@ -206,7 +209,8 @@ class Job(Generic[T]):
             any meshes. Called for each process group. What is not trained yet begins with what it made.
         backend, timeout: as of init_process_group. A rank that gloo does not wake where another one died
             goes on after this limit.
-        own: entries of the state of which each rank has its own, see remesh.
+        own: entries of the state of which each rank has its own, see remesh. The name of a dict stands for
+            all that is in it.
         old: layouts of plain tensors of the state that are shards, in the ranks that they lie on.
         options: of remesh, such as max_bytes_in_flight.
         replicas_every: steps from one copy of the state on other ranks to the next, see Replicas. Where what
@@ -218,6 +222,9 @@ class Job(Generic[T]):
             death is raised after that.
         connect_timeout: seconds for making a process group. A worker that dies while the others connect may
             cost them so long.
+
+    Warns:
+        RuntimeWarning: workers died, and no rank that lives has the state of the job: it begins at step 0.
 
     Raises:
         MeshcastError: this process was not started by ``python -m meshcast.elastic.run``.
@@ -248,16 +255,20 @@ class Job(Generic[T]):
     ) -> None:
         self._make = make
         self._backend, self._timeout = backend, timeout
-        self._own, self._old, self._options = own, old, dict(options or {})
+        self._old, self._options = old, dict(options or {})
         self._generations: Generations | None = None
         with _CALLER:
+            self._names = frozenset(() if callable(own) else checks.listed("own", own))
+            self._own = self._is_own if self._names else own
             if replicas_every is not None:
-                copied = {"own": own, "old": old, "topology": self._options.get("topology")}
+                copied = {"own": self._own, "old": old, "topology": self._options.get("topology")}
                 self._generations = Generations(replicas_every, copied)
             self._memory = None if memory is None else checks.integer("memory", memory, 1, _MOST_BYTES)
         self._grace, self._connect_timeout = grace, timedelta(seconds=connect_timeout)
         self._name, self._store = _agent()
         self._training: T | None = None
+        self._nest: Nest | None = None  # of its state
+        self._stepped = False  # one step was committed here
         self._version: Version | None = None
         self._prepared: _Prepared | None = None
         self._before: Before | None = None
@@ -294,8 +305,9 @@ class Job(Generic[T]):
         is.
 
         Raises:
-            LayoutError: on all ranks: state that no rank holds any longer, listed in the field `gone`; too
-                few ranks for the `memory` of one.
+            LayoutError: on all ranks: an entry of state_dict() that cannot travel, before the first step;
+                state that no rank holds any longer, listed in the field `gone`; too few ranks for the
+                `memory` of one.
             Others as they come from inside.
         """
         if self._closed:
@@ -313,10 +325,17 @@ class Job(Generic[T]):
 
         update: changes parameters, optimizer, schedulers and what else the state has, on this rank alone. It
             makes no collective call, since ranks may have exited by then: clip gradients before.
+
+        Raises:
+            LayoutError: on all ranks, after this rank's first step: an entry of state_dict() that the step
+                made, and that a rank that joins could not take.
         """
         version = self._version
         assert version is not None
         result = self._commit(version._replace(steps=version.steps + 1), update)
+        if not self._stepped:
+            self._stepped = True
+            self._check_stepped()
         if self._generations is not None and self._in_group:
             self._generations.committed(self.steps, self._number, len(self._members), self._held)
         return result
@@ -339,8 +358,9 @@ class Job(Generic[T]):
     ) -> None:
         if kind is None:
             self.close()
-        else:
+        else:  # the others need not wait for this rank until it has ended
             self._watch.stop()
+            abort_groups(f"{OP}: this rank has left the job with {kind.__name__}")
 
     def _end(self) -> None:
         self._watch.stop()
@@ -393,17 +413,25 @@ class Job(Generic[T]):
             for group in list(c10d._world.pg_map):
                 c10d._set_pg_timeout(self._timeout, group)
         steps = self.steps
+        nest = self._nest_of(training)
         check_budget(self._memory, training, self._training, self._talk)
         if start.version is not None:
             held = steps if self._version is not None else None
-            steps = self._move(training, held, call.members, start)
+            steps = self._move(training, nest, held, call.members, start)
         version = Version(self._number, steps)
 
         def take() -> None:
-            self._training = training
+            self._training, self._nest = training, nest
 
         self._in_group = True
         self._commit(version, take)
+        if start.version is None and any(worker.restart for worker in call.members):
+            warnings.warn(
+                f"{OP}: rank {rank} of {size} begins at step 0: workers died, and none that lives has the "
+                "state of the job",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         log.info("%s: rank %d of %d at step %d after %.2f s", OP, rank, size, steps, time.monotonic() - begin)
 
     def _meet(self) -> tuple[meet.Call, meet.Start] | None:
@@ -466,13 +494,42 @@ class Job(Generic[T]):
         for each in {group, self._talk}:
             c10d._set_pg_timeout(self._timeout or c10d.default_pg_timeout, each)
 
-    def _move(self, training: T, held: int | None, members: list[Worker], start: meet.Start) -> int:
+    def _nest_of(self, training: T) -> Nest:
+        """Returns the names of the state of what was just made. Raises LayoutError for what cannot travel:
+        before a rank dies, when it would be too late."""
+        with _CALLER:
+            state = training.state_dict()
+            nest = Nest(state)
+            if self._options.get("strict", True):
+                check_entries(nest.flat(state))
+        return nest
+
+    def _check_stepped(self) -> None:
+        assert self._nest is not None
+        if not self._options.get("strict", True) or self._options.keys() & {"rename", "maps", "only"}:
+            return
+        with _CALLER:
+            entries = self._nest.flat(self.training.state_dict())
+            check_entries(entries, f". {_IN_MAKE}")
+            for name, value in entries.items():
+                if isinstance(value, torch.Tensor) and name not in self._nest.names:
+                    raise LayoutError(
+                        f"{name!r} of state_dict() has come with the first step; what make() returns lacks "
+                        f"it, so a rank that joins could not take it over. {_IN_MAKE}"
+                    )
+
+    def _is_own(self, name: str) -> bool:
+        return self._nest is not None and not self._names.isdisjoint(self._nest.above(name))
+
+    def _move(
+        self, training: T, nest: Nest, held: int | None, members: list[Worker], start: meet.Start
+    ) -> int:
         """Fills what was just made with the state of the previous ranks. Returns its steps."""
         now = {name: rank for rank, name in enumerate(members)}
         state = {} if held is None else self._held()
         # The previous ranks are all in one layout at least, so that any may be lost; and steps are compared.
         everywhere = (Layout(list(range(len(start.previous))), [Replicate()]), (1,))
-        new = {**training.state_dict(), _STEPS: torch.zeros(1, dtype=torch.int64)}
+        new = {**nest.flat(training.state_dict()), _STEPS: torch.zeros(1, dtype=torch.int64)}
         where = self._places(state, everywhere)
         try:
             moved = remesh(state, where, new, **_changed(start.previous, now), own=self._own, **self._options)
@@ -481,7 +538,7 @@ class Job(Generic[T]):
                 raise
             moved = self._move_back(new, now, error)
         steps = int(moved.pop(_STEPS))
-        training.load_state_dict(dict(moved))
+        training.load_state_dict(nest.nested(moved))
         return steps
 
     def _move_back(self, new: dict[str, Any], now: Mapping[Worker, int], gone: LayoutError) -> Any:
@@ -501,7 +558,8 @@ class Job(Generic[T]):
         return call.members
 
     def _held(self) -> dict[str, Any]:
-        return {**self.training.state_dict(), _STEPS: torch.tensor([self.steps])}
+        assert self._nest is not None
+        return {**self._nest.flat(self.training.state_dict()), _STEPS: torch.tensor([self.steps])}
 
     def _places(self, state: Mapping[str, Any], everywhere: Place) -> dict[str, Place]:
         found = {}

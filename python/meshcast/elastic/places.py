@@ -1,9 +1,11 @@
-"""The old and new places of the entries of a state, from the arguments of `remesh`, and the calls that the
-ranks of a job make together. Errors name neither call nor rank: callers do.
+"""The old and new places of the entries of a state, from the arguments of `remesh`, the names of entries of a
+nested state, and the calls that the ranks of a job make together. Errors name neither call nor rank: callers
+do.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..base import checks
-from ..base.values import is_carried
+from ..base.values import CARRIED, is_carried, not_carried
 from ..errors import Caller, LayoutError, MeshcastError
 from ..layout import Layout
 from ..resharding.meshes import Gone, lost_ranks, positive_placements, ranks_then
@@ -29,16 +31,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Inventory",
+    "Nest",
     "New",
     "OP",
     "Old",
     "Ranks",
     "called_by",
+    "check_entries",
     "copies_of",
     "destinations",
     "old_layouts",
     "read_ranks",
     "run",
+    "tensors_in",
 ]
 
 
@@ -207,6 +212,116 @@ def destinations(
         elif not is_carried(where):  # what is no tensor comes along by itself
             found[name] = where
     return found, outs
+
+
+_Path = tuple[Any, ...]  # keys and indices, from the outermost
+
+
+class Nest:
+    """The names of the entries of a nested state, as torch.distributed.checkpoint makes them:
+    ``{"model": {"w": x}}`` has the entry "model.w".
+
+    Dicts, lists and tuples are opened where the given state has tensors in them. All others are entries, and
+    keep their types. The given state is that of a training that was just made, so all ranks open the same,
+    however long they have trained.
+
+    Attributes:
+        names: of the entries of that state.
+    """
+
+    def __init__(self, state: Any) -> None:
+        """Raises LayoutError for what is no mapping, and for names that are not unique."""
+        if not isinstance(state, Mapping):
+            raise LayoutError(f"state_dict() returned a {type(state).__name__}, expected a dict by name")
+        self._opened: dict[_Path, type] = {(): dict}
+        self._paths: dict[str, _Path] = {}
+        try:
+            self._open((), state)
+        except RecursionError:
+            raise LayoutError("state_dict() has a container that holds itself") from None
+        self.names = frozenset(self.flat(state))
+
+    def _open(self, path: _Path, value: Any) -> None:
+        for key, item in _items(value):
+            below = (*path, key)
+            if not isinstance(item, torch.Tensor) and next(tensors_in(item), None) is not None:
+                self._opened[below] = type(item)
+                self._open(below, item)
+
+    def flat(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the entries of a later state by their names."""
+        found: dict[str, Any] = {}
+        for path, value in self._leaves((), state):
+            name = _dotted(path)
+            if name in found:
+                raise LayoutError(f"state_dict() has two entries with the name {name!r}; rename one")
+            found[name], self._paths[name] = value, path
+        return found
+
+    def _leaves(self, path: _Path, value: Any) -> Iterator[tuple[_Path, Any]]:
+        for key, item in _items(value):
+            below = (*path, key)
+            if below in self._opened and _is_container(item):
+                yield from self._leaves(below, item)
+            else:
+                yield below, item
+
+    def nested(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Undoes flat(). Entries that this state never had go where their names say."""
+        made: dict[_Path, dict[Any, Any]] = {path: {} for path in self._opened}
+        for name, value in entries.items():
+            path = self._paths.get(name) or self._place(name)
+            made[path[:-1]][path[-1]] = value
+        for path in sorted(made, key=len, reverse=True)[:-1]:
+            kind, items = self._opened[path], made[path]
+            built: Any = OrderedDict(items) if issubclass(kind, OrderedDict) else items
+            if issubclass(kind, list | tuple):
+                built = kind(items[at] for at in sorted(items))
+            made[path[:-1]][path[-1]] = built
+        return made[()]
+
+    def _place(self, name: str) -> _Path:
+        dicts = (path for path, kind in self._opened.items() if path and issubclass(kind, Mapping))
+        above = [path for path in dicts if name.startswith(f"{_dotted(path)}.")]
+        deepest = max(above, key=len, default=())
+        return (*deepest, name[len(_dotted(deepest)) + 1 :]) if deepest else (name,)
+
+    def above(self, name: str) -> list[str]:
+        """Returns the names of the containers that an entry is in, and its own."""
+        path = self._paths.get(name, (name,))
+        return [_dotted(path[: end + 1]) for end in range(len(path))]
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    return value.items() if isinstance(value, Mapping) else enumerate(value)
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, Mapping) or type(value) in (list, tuple)
+
+
+def _dotted(path: _Path) -> str:
+    return ".".join(map(str, path))
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors of nested dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif _is_container(value):
+        for _, item in _items(value):
+            yield from tensors_in(item)
+
+
+def check_entries(entries: Mapping[str, Any], remedy: str = "") -> None:
+    """Raises LayoutError for an entry of a state that can go to no other rank. remedy: of the caller."""
+    for name, value in entries.items():
+        if not isinstance(value, torch.Tensor) and (obstacle := not_carried(value)):
+            raise LayoutError(
+                f"{name!r} of state_dict() holds {obstacle}, which no other rank can take over. Expected: "
+                f"tensors, {CARRIED}, and dicts, lists and tuples that have tensors when make() "
+                f"returns{remedy}"
+            )
 
 
 def run(parent: ParentGroup, talk: Conversation, deadline: float, given: Given | Exception) -> ReshardedState:

@@ -467,7 +467,7 @@ def _per_stage(name: str, value: Seconds, stages: int) -> list[float]:
     times = [float(value)] * stages if isinstance(value, (int, float)) else [float(time) for time in value]
     if len(times) != stages or not all(time >= 0 for time in times):
         raise ScheduleError(
-            f"{name} must be one time >= 0, or one for each of the {stages} stages, found {value}"
+            f"{name} must be one time >= 0, or one for each of the {stages} stages, found {shown(value)}"
         )
     return times
 

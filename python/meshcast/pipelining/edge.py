@@ -327,7 +327,7 @@ def check_kinds(stages: object) -> None:
     """Raises LayoutError for what are no stages, or torch's own. Other subclasses of torch's base may be
     looked at, but not run."""
     if not isinstance(stages, Sequence) or not stages:
-        raise LayoutError(f"a schedule needs at least one stage on this rank, found {stages!r}")
+        raise LayoutError(f"a schedule needs at least one stage on this rank, found {shown(stages)}")
     for stage in stages:
         if type(stage) in (torch_stage.PipelineStage, torch_stage._PipelineStage) or not isinstance(
             stage, torch_stage._PipelineStageBase

@@ -7,10 +7,14 @@ FSDP2 modules run on fake tensors without their hooks, which would gather fakes 
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -245,7 +249,8 @@ class Probe:
                 return Inferred(None, needs_data=True)
             if isinstance(error, LayoutError):
                 raise
-            raise self._refusal(cause or error, error) from (cause or error)
+            # Without tracebacks: those of fake tensors are long, and show little of the module.
+            raise self._refusal(cause or error, error) from None
         if alone and seen.found:  # and the module took the error for another
             return Inferred(None, needs_data=True)
         # Copies: without gradients it does not show whether the module writes on its inputs.
@@ -279,7 +284,8 @@ class Probe:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.func import functional_call
 
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(self.with_grad):
+        fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        with _without_log(), fakes as mode, torch.set_grad_enabled(self.with_grad):
             state = _fake_state(self.module, mode.from_tensor)
             args, kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (tuple(given[0]), dict(given[1])))
             if copies:
@@ -339,11 +345,40 @@ class Probe:
     def _refusal(self, fake: Exception, real: Exception) -> LayoutError:
         values = "its micro-batch" if self.real else "zeros"
         also = "" if fake is real else f"; on {values} {type(real).__name__}: {real}"
+        place = _place_of(fake)
         return LayoutError(
-            f"{self.what}: its output shapes could not be inferred ({type(fake).__name__}: {fake}{also}). "
+            f"{self.what}: its output shapes could not be inferred ({type(fake).__name__}: "
+            f"{fake}{place}{also}). "
             "Mend the module, or, if only fake values are at fault, give output_args= with tensors (meta "
             "device will do) of the local shapes of one micro-batch"
         )
+
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def _place_of(error: Exception) -> str:
+    """Returns where the module was, in words; "" where nothing but torch and this package is known."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = (_TORCH, str(Path(__file__).parents[1]))
+    place = next((each for each in reversed(frames) if not each.filename.startswith(own)), None)
+    return "" if place is None else f", at {place.filename}:{place.lineno}"
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Leaves out the tracebacks that torch logs on this thread of operations that fail on fake tensors."""
+    thread = threading.get_ident()
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.levelno < logging.ERROR
+
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_kept)
 
 
 def check_call(module: torch.nn.Module, count: int | None, names: Collection[str], what: str) -> None:

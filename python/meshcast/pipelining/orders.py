@@ -86,7 +86,8 @@ def warmup_of_stages(warmup: Warmup, stages: int, microbatches: int) -> list[int
         chosen = _spread(warmup - stages, stages)
     elif isinstance(warmup, str) or not all(isinstance(each, int) for each in warmup):
         raise ScheduleError(
-            f'warm-up must be "1f1b", "eager", an integer or one integer for each stage, found {warmup!r}'
+            'warm-up must be "1f1b", "eager", an integer or one integer for each stage, found '
+            f"{shown(warmup)}"
         )
     else:
         chosen = list(warmup)
@@ -279,7 +280,7 @@ def interleaved_1f1b(
             f"{stages} stages"
         )
     if not isinstance(warmup, str) or warmup not in _PER_HOP:
-        raise ScheduleError(f'the warm-up of interleaved 1F1B is "1f1b" or "eager", found {warmup!r}')
+        raise ScheduleError(f'the warm-up of interleaved 1F1B is "1f1b" or "eager", found {shown(warmup)}')
     chunks = stages // ranks
     length = -(-microbatches // ranks) * ranks * chunks
     rows = {}
@@ -503,7 +504,7 @@ def build(
     options: dict[str, Any] = {}
     if warmup is not None:
         if not spec.has_warmup:
-            raise ScheduleError(f"{spec.name} has no warm-up to choose, found {warmup!r}")
+            raise ScheduleError(f"{spec.name} has no warm-up to choose, found {shown(warmup)}")
         options["warmup"] = warmup
     if spec.open_ranks:
         options["ranks"] = ranks

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 from torch.utils._pytree import tree_flatten
 
+from ..base.checks import shown
 from ..errors import LayoutError
 from ..layout import Layout
 from ..transfers.medium import own_obstacle
@@ -170,7 +171,7 @@ def numbered_dims(
         if not isinstance(number, int) or not 0 <= number < len(mesh.shape):
             raise LayoutError(
                 f"{what}: expected mesh dimensions 0..{len(mesh.shape) - 1}"
-                f"{f' or their names {list(names)}' if names else ''}, found {each!r}"
+                f"{f' or their names {list(names)}' if names else ''}, found {shown(each)}"
             )
         found.add(number)
     return sorted(found)

@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
 from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
+from typing_extensions import Self
 
 from ..base.checks import shown
 from ..errors import AbortedError, Caller, DeadlineExceededError, LayoutError, MeshcastError
@@ -74,7 +76,9 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
 
     Its subclasses are schedules of torch.distributed.pipelining too. What differs is how a step runs. One
     that has no `name` runs the actions that it was given as torch's: ``pipeline_order``, or, with their
-    transfers, ``pipeline_order_with_comms``. `PipelineStage` has an example. The group, the strategy and the
+    transfers, ``pipeline_order_with_comms``. `PipelineStage` has an example. In a
+    ``with`` statement a schedule is closed at the end; an error in the block ends it on all ranks: the others
+    raise AbortedError with that cause in their next step. The group, the strategy and the
     topology of the transfers are those of the stages.
 
     Args:
@@ -360,6 +364,18 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
         self._failed = self._failed or f"rank {self._rank}: the schedule was closed"
         for transfer in self._transfers():
             transfer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._runs:
+            return
+        if error is not None and self._failed is None:
+            self._fail(error)
+        self.close()
 
     def _transfers(self) -> list[PersistentTransfer]:
         return [*self._wirings.transfers(), *self._gradients.transfers()]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..base.checks import typed_arguments
+from ..base.checks import shown, typed_arguments
 from ..base.progress import tell
 from .action import (
     AHEAD,
@@ -393,7 +393,7 @@ def _limits(budget: Budget, stages: int) -> list[int | None]:
     if len(limits) != stages or not all(isinstance(limit, int) and limit > 0 for limit in limits):
         raise ScheduleError(
             f"memory_budget must be a number of micro-batches, or one for each of the {stages} stages, "
-            f"found {budget!r}"
+            f"found {shown(budget)}"
         )
     return [*limits]
 
@@ -526,7 +526,7 @@ def simulate_actions(
     """Simulates a lowered schedule. Raises ScheduleError with the cycle of waiting ranks if it deadlocks.
     tell: gets, now and then, the part that is done."""
     if send_model not in ("buffered", "rendezvous"):
-        raise ScheduleError(f'send_model is "buffered" or "rendezvous", found {send_model!r}')
+        raise ScheduleError(f'send_model is "buffered" or "rendezvous", found {shown(send_model)}')
     done = _Simulation(actions, costs, send_model == "rendezvous", shared_links, buffers, tell)
     done.run()
     makespan = max((span.end for span in [*done.timeline, *done.transfers]), default=0.0)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
+from ..base import checks
 from ..errors import LayoutError
 from ..groups.parent import ParentGroup
 from ..layout import Layout
@@ -268,10 +269,11 @@ def destination_of(goal: ReshardGoal, source: Source, lost: Sequence[int] = ()) 
         raise LayoutError(f"mesh must be a DeviceMesh, found {type(mesh).__name__}")
     if isinstance(placements, str) or not isinstance(placements, Iterable):
         raise LayoutError(
-            f"placements must be a sequence with one placement per mesh dimension, found {placements!r}"
+            f"placements must be a sequence with one placement per mesh dimension, "
+            f"found {checks.shown(placements)}"
         )
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise LayoutError(f"dtype must be a torch.dtype, found {dtype!r}")
+        raise LayoutError(f"dtype must be a torch.dtype, found {checks.shown(dtype)}")
     ndim = len(source.shape)
     made = Layout(mesh, positive_placements(tuple(placements), ndim))
     if made.has_partial:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..base import checks
 from ..base.boxes import box_text, extents, read_boxes
-from ..base.values import CARRIED, carried, not_carried
+from ..base.values import CARRIED, carried, is_carried, not_carried
 from ..errors import LayoutError
 from ..layout import Box, Layout
 from ..planning.plan import STRATEGIES
@@ -41,7 +41,7 @@ from .tensor_map import TensorMap
 if TYPE_CHECKING:
     from ..topology import Topology
 
-__all__ = ["Current", "Given", "State", "StateCall", "checked_call"]
+__all__ = ["Current", "Given", "State", "StateCall", "checked_call", "receiving"]
 
 Loaded = dict[str, list[tuple[Box, torch.Tensor]]]
 
@@ -118,8 +118,7 @@ class StateCall:
 def checked_call(rank: int, given: Given) -> StateCall:
     """Raises LayoutError for what is wrong by itself."""
     state = _mapping("state_dict", given.state)
-    destinations = _mapping("destinations", given.destinations)
-    outs = _mapping("out", given.out)
+    destinations, outs = receiving(given.destinations, given.out)
     layouts = _mapping("layouts", given.layouts)
     reading = _Reading(rank, layouts, given.numbers)
     maps = _maps(given.maps)
@@ -195,6 +194,28 @@ def checked_call(rank: int, given: Given) -> StateCall:
         obstacles=(own_obstacle(copies_only=False), own_obstacle(copies_only=True)),
     )
     return StateCall(side, tensors, frozenset(tensors), meshes, outputs, keys, loaded, given.topology)
+
+
+def receiving(destinations: Any, out: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns destinations= and out= where tensors among the destinations are outputs as well, and outputs
+    are destinations. What is no tensor in the state dict of a model comes along by itself."""
+    places, outs = _received("destinations", destinations), _received("out", out)
+    for name, x in places.items():
+        if isinstance(x, DTensor) and x.device_mesh.get_coordinate() is None:
+            continue
+        if isinstance(x, torch.Tensor):
+            outs.setdefault(name, x)
+    for name, x in outs.items():
+        if isinstance(x, torch.Tensor):
+            places.setdefault(name, x)
+    return places, outs
+
+
+def _received(what: str, given: Any) -> dict[str, Any]:
+    found = _mapping(what, given)
+    if any(isinstance(x, torch.Tensor) for x in found.values()):
+        return {name: x for name, x in found.items() if isinstance(x, torch.Tensor) or not is_carried(x)}
+    return dict(found)
 
 
 def _terms(given: Given) -> Terms:
@@ -315,13 +336,16 @@ def _check_out(
     if isinstance(out, DTensor):
         mesh, placements = meshes.get(name, (None, ()))
         if mesh is None:
-            raise LayoutError(f"the output of {name!r} is a DTensor, its destination {where} plain")
+            place = "a whole copy" if where is None else where
+            raise LayoutError(f"the output of {name!r} is a DTensor, its destination {place} plain")
         if out.device_mesh is mesh and out.placements == tuple(placements):
             return  # as for most of a state: reading a mesh costs more than all else here
         expected = Layout(mesh, positive_placements(placements, out.ndim))
         found = Layout(out.device_mesh, out.placements)
         if expected != found or out.device_mesh != mesh:
             raise LayoutError(f"the output of {name!r} is under {found}, its destination is {expected}")
+        return
+    if where is None:
         return
     whole = not where.by_boxes and all(p.is_replicate() for p in where.placements)
     if not (wanted[name].plain or whole):
@@ -432,6 +456,16 @@ class _Reading:
         self, name: str, where: Any, dtype: torch.dtype | None, floats: bool
     ) -> tuple[Wanted, DeviceMesh | None, Any]:
         """A destination, with its mesh and placements where it has some."""
+        if isinstance(where, DTensor):
+            where = (where.device_mesh, where.placements)
+        if isinstance(where, torch.Tensor):
+            if where.device.type not in ("cpu", "cuda"):
+                raise LayoutError(
+                    f"the destination of {name!r} is a tensor on {where.device.type}, which has no memory to "
+                    "receive into; make the module's tensors first (to_empty), or give (mesh, placements) or "
+                    "a Layout"
+                )
+            return Wanted(None, where.device.type, None, dtype, True, floats), None, None
         if isinstance(where, Layout):
             where = (where, "cpu")
         pair = where if isinstance(where, tuple | list) and len(where) == 2 else (None, None)
@@ -441,8 +475,8 @@ class _Reading:
             return Wanted(pair[0], pair[1], None, dtype, True, floats), None, None
         if not isinstance(pair[0], DeviceMesh):
             raise LayoutError(
-                f"the destination of {name!r} must be (mesh, placements) or a Layout, found "
-                f"{checks.shown(where)}"
+                f"the destination of {name!r} must be (mesh, placements), a Layout or a tensor to receive "
+                f"into, found {checks.shown(where)}"
             )
         mesh, placements = pair[0], checks.listed(f"placements of {name!r}", pair[1])
         found = self._known.get((mesh, placements))

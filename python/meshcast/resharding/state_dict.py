@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["ReshardedState", "StateOptions", "StateResharder", "reshard_state_dict"]
 
 
-Where = tuple[DeviceMesh, "Sequence[Placement]"] | Layout | tuple[Layout, str]
+Where = tuple[DeviceMesh, "Sequence[Placement]"] | Layout | tuple[Layout, str] | torch.Tensor
 DType = torch.dtype | Mapping[str, torch.dtype] | Callable[[str], torch.dtype | None]
 
 
@@ -117,9 +117,13 @@ def reshard_state_dict(
             lists, tuples and dicts of such come along to every rank, without a destination; ranks that
             have one have the same.
         destinations: {name: (mesh, placements)}, or a Layout for a result that is a plain local tensor on the
-            CPU, or (Layout, "cuda"). Each rank names at least those that it is in, and learns the others.
+            CPU, or (Layout, "cuda"). Or a tensor to receive into, as the state_dict() of a model has them: a
+            DTensor lies where it lies, a plain tensor takes the whole tensor on every rank that names one.
+            Each rank names at least those that it is in, and learns the others. Meshes that share no rank, as
+            those of several engines, may receive one name in one call.
         out: {name: tensor} to receive into, for any of the names, on ranks inside its destination;
-            its dtype is then that of the result. A plain tensor takes a whole copy, or the local tensor of a
+            its dtype is then that of the result. Where `destinations` has no such name, it is the destination
+            as well. A plain tensor takes a whole copy, or the local tensor of a
             Layout. Outputs may be interleaved in memory, as columns of one matrix are; two elements never
             have one address, unless two outputs are one tensor and so are their sources. Sources may share
             memory with outputs, their own and others: they are copied before anything moves, whatever

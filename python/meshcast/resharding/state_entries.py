@@ -69,16 +69,22 @@ class Held(NamedTuple):
 
 @once
 class Wanted(NamedTuple):
-    """A destination, as one rank gives it or as all of them together. dtype: of the result, None as the
-    source; plain: the result is a local tensor and no DTensor, of a Layout. floats: the dtype is for
-    floating-point tensors alone."""
+    """A destination, as one rank gives it or as all of them together. layout None, on one rank: a whole copy
+    on every rank that gives None. dtype: of the result, None as the source; plain: the result is a local
+    tensor and no DTensor, of a Layout. floats: the dtype is for floating-point tensors alone."""
 
-    layout: Layout
+    layout: Layout | None
     device_type: str
     family: Family | None
     dtype: torch.dtype | None
     plain: bool
     floats: bool
+
+    @property
+    def where(self) -> Layout:
+        """The layout, once the ranks that want a copy are known."""
+        assert self.layout is not None
+        return self.layout
 
 
 @once
@@ -192,7 +198,8 @@ def held_text(held: Held) -> str:
 
 def wanted_text(wanted: Wanted) -> str:
     dtype = "" if wanted.dtype is None else f" as {dtype_name(wanted.dtype)}"
-    return f"{wanted.layout} on {wanted.device_type}{dtype}"
+    where = "a whole copy" if wanted.layout is None else wanted.layout
+    return f"{where} on {wanted.device_type}{dtype}"
 
 
 def names_text(names: Sequence[str]) -> str:

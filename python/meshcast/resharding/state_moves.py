@@ -35,6 +35,7 @@ from .state_entries import (
     Agreed,
     Held,
     Move,
+    Output,
     StateSide,
     Target,
     Wanted,
@@ -174,6 +175,7 @@ class Sides:
         self.ranks = sorted(sides)
         self.had: dict[str, Layout] = {}
         self.twins: dict[str, tuple[Layout, ...]] = {}
+        self._places: dict[str, list[Layout]] = {}
         self._held: dict[str, Held] = {}
         self.own = frozenset(name for side in sides.values() for name in side.own)
         self._holders: dict[str, dict[int, Held]] = {}
@@ -205,17 +207,24 @@ class Sides:
 
     def wanted(self, name: str) -> Wanted:
         """Raises PlanMismatchError where ranks name different destinations, or one inside names none. A rank
-        inside of a sub-mesh names that; one outside may name the whole mesh that these make up."""
+        inside of a sub-mesh names that; one outside may name the whole mesh that these make up. Meshes that
+        share no rank, as those of several engines, receive all at once."""
         said = {rank: self.sides[rank].wanted[name] for rank in self.ranks if name in self.sides[rank].wanted}
+        copies = tuple(rank for rank, each in said.items() if each.layout is None)
+        said |= {rank: said[rank]._replace(layout=copies_on(copies)) for rank in copies}
         first_rank, first = next(iter(said.items()))
         layout: Layout | None = first.layout
+        layouts: list[Layout] = []
         if any(other is not first and other != first for other in said.values()):
-            inside = {rank: each for rank, each in said.items() if rank in each.layout.ranks} or said
+            inside = {rank: each for rank, each in said.items() if rank in each.where.ranks} or said
             first_rank, first = next(iter(inside.items()))
-            layout = joined({rank: (each.layout, each.family) for rank, each in inside.items()})
-            known = {first.layout} if layout is None else {each.layout for each in inside.values()}
+            places = {rank: (each.where, each.family) for rank, each in inside.items()}
+            layout = joined(places)
+            layouts = separate(places) if layout is None else []
+            agree = layout is not None or bool(layouts)
+            known = {each.layout for each in inside.values()} if agree else {first.layout}
             for rank, other in said.items():
-                there = other.layout in known or (layout and everywhere(other.layout) == everywhere(layout))
+                there = other.layout in known or (layout and everywhere(other.where) == everywhere(layout))
                 rest = other._replace(layout=first.layout, family=first.family, plain=first.plain)
                 if there and rest == first:
                     continue
@@ -223,17 +232,25 @@ class Sides:
                     f"the destination of {name!r} is {wanted_text(first)} on rank {first_rank}, but "
                     f"{wanted_text(other)} on rank {rank}"
                 )
-        assert layout is not None
-        check_not_wanted(name, layout, self.lost)
-        for rank in layout.ranks:
-            if rank not in self.sides:
-                raise self._outside(f"the destination of {name!r}", rank)
-            if rank not in said:
-                raise mismatch(
-                    f"ranks {first_rank} and {rank} ask for different tensors: rank {rank} is in the "
-                    f"destination of {name!r}, {layout}, but names none for it"
-                )
-        return first._replace(layout=layout)
+        if layout is not None:
+            layouts = [layout]
+        for each in layouts:
+            check_not_wanted(name, each, self.lost)
+            for rank in each.ranks:
+                if rank not in self.sides:
+                    raise self._outside(f"the destination of {name!r}", rank)
+                if rank not in said:
+                    raise mismatch(
+                        f"ranks {first_rank} and {rank} ask for different tensors: rank {rank} is in the "
+                        f"destination of {name!r}, {each}, but names none for it"
+                    )
+        self._places[name] = layouts
+        return first._replace(layout=layouts[0])
+
+    def place(self, name: str, shape: tuple[int, ...]) -> Layout:
+        """Returns where a tensor goes, once `wanted` was asked: to one mesh, or to several that share no
+        rank."""
+        return together([positive(layout, len(shape)) for layout in self._places[name]], shape)
 
     def held(self, name: str) -> Held:
         """Raises LayoutError where nobody, or not every rank that should, has it; PlanMismatchError where
@@ -460,7 +477,7 @@ def _target(
         parts.setdefault(block.source, []).append(block)
     held = {source: sides.held(source) for source in parts or (name,)}
     shape = held[name].shape if made is None else made[0]
-    layout = positive(wanted.layout, len(shape))
+    layout = sides.place(name, shape)
     if made is not None:
         layout.shards(shape)  # raises where it does not fit
     dtype = _result_dtype(name, list(held.values()), shape, wanted, layout, sides)
@@ -529,7 +546,7 @@ def _result_dtype(
         if out.dtype != result or out.shape != expected:
             raise LayoutError(
                 f"the output of {name!r} on rank {rank} has dtype {dtype_name(out.dtype)} and shape "
-                f"{out.shape}; expected {dtype_name(result)} and {expected}"
+                f"{out.shape}; expected {dtype_name(result)} and {expected}{_hint(out, wanted, expected)}"
             )
     if asked is None and len(kinds) > 1 and not given:
         raise LayoutError(
@@ -542,6 +559,14 @@ def _result_dtype(
                 f"{name!r} is {kind}, its output {result}; only floating-point tensors are cast"
             )
     return result
+
+
+def _hint(out: Output, wanted: Wanted, expected: tuple[int, ...]) -> str:
+    if not out.plain or out.shape == expected or wanted.where.by_boxes:
+        return ""
+    whole = all(placement.is_replicate() for placement in wanted.where.placements)
+    part = "; a plain tensor takes all of it: for this rank's part give a Layout as destination, beside out="
+    return part if whole else ""
 
 
 def _check_gpus(name: str, src: Layout, dst: Layout, types: DeviceTypes, sides: Sides) -> None:

@@ -51,7 +51,7 @@ from ..transfers.transfer import Call, kept_transfer
 from .compiled import as_dtensor, copied, tensor_spec
 from .memory import note_written
 from .meshes import positive_placements
-from .state_arguments import Given, StateCall, checked_call
+from .state_arguments import Given, StateCall, checked_call, receiving
 from .state_batches import Batch, Digests, Kept, Known, check_twins, check_whole
 from .state_entries import OP, StateSide, Target, local_of, mismatch, same_memory
 from .state_moves import agree
@@ -584,6 +584,7 @@ class Repeated:
         self._key: Any = None
         self._like: dict[str, Any] = {}  # of its entries, by their names in the state_dict
         self._outs: dict[str, Any] = {}
+        self._into: dict[str, Any] = {}  # outputs among the destinations
         self._kept: dict[int, Known] = {}  # by conversation: calls beside others have their own
 
     def prepared(
@@ -607,6 +608,7 @@ class Repeated:
             self._call = replace(run.call, tensors={}, outs={})
             self._like = {old: likeness(x) for old, x in (state or {}).items() if not is_carried(x)}
             self._outs = {name: _place(x) for name, x in run.call.outs.items()}
+            self._into = receiving(self._given.destinations, None)[1]
         run.kept = self._kept
         return run
 
@@ -616,7 +618,10 @@ class Repeated:
         if call is None or not isinstance(state or {}, Mapping) or not isinstance(out or {}, Mapping):
             return None
         state, side = state or {}, call.side
-        outs = {name: x for name, x in (out or {}).items() if name in side.wanted}
+        outs = {**self._into, **receiving(None, out)[1]}
+        if self._given.only is None and not outs.keys() <= side.wanted.keys():
+            return None
+        outs = {name: x for name, x in outs.items() if name in side.wanted}
         tensors = {old: x for old, x in state.items() if not is_carried(x)}
         if {old: likeness(x) for old, x in tensors.items()} != self._like:
             return None

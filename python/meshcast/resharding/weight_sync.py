@@ -16,11 +16,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from ..base import checks, forks
 from ..base.observe import call_site, log
@@ -35,7 +36,7 @@ from ..errors import (
 from ..groups.parent import ParentGroup, parent_group, seconds
 from ..groups.ready_barrier import Late, ReadyBarrier
 from ..groups.store import first_line, no_thread, store_failed, within
-from .state_arguments import Current, Given, State
+from .state_arguments import Current, Given, State, receiving
 from .state_dict import StateOptions, Where
 from .state_run import Conversation, Memory, Repeated, ReshardedState, StateRun, behind, own_stream
 
@@ -453,7 +454,8 @@ _LARGEST = (1 << 62) - 1  # version
 
 
 class WeightSync:
-    """Versions of a model's weights, from ranks that train to ranks that serve, while both go on.
+    """Versions of a model's weights, from ranks that train to ranks that serve, while both go on. In a
+    ``with`` statement it is closed at the end; an error in the block ends it on all ranks, with that cause.
 
     Constructed by every rank of `group`, each when it likes: nobody waits for another there. Ranks that give
     a state push; the others receive. A push and what it moves are beside all other calls of the process
@@ -493,15 +495,14 @@ class WeightSync:
         training, serving = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
         trains = dist.get_rank() in (0, 1)
         weights = {"w": distribute_tensor(torch.zeros(4, 2), training, [Shard(0)])}
-        sync = meshcast.WeightSync(weights if trains else None, {"w": (serving, [Shard(1)])})
-        for version in (1, 2):
-            if trains:
-                weights["w"].add_(1)  # a step of the optimiser
-                sync.push(version)
-            else:
-                newest = sync.pull(version)  # or a later one
-                assert bool((sync.state["w"].to_local() == newest).all())
-        sync.close()
+        with meshcast.WeightSync(weights if trains else None, {"w": (serving, [Shard(1)])}) as sync:
+            for version in (1, 2):
+                if trains:
+                    weights["w"].add_(1)  # a step of the optimiser
+                    sync.push(version)
+                else:
+                    newest = sync.pull(version)  # or a later one
+                    assert bool((sync.state["w"].to_local() == newest).all())
     """
 
     def __init__(
@@ -525,8 +526,13 @@ class WeightSync:
         try:
             limit = seconds(timeout, parent.timeout)
             count = checks.integer("buffers", buffers, 1, 2)
-            if out is not None and count == 2:
-                raise LayoutError("out= has the only buffer; pass buffers=1 with it")
+            into = {} if destinations is None else receiving(destinations, None)[1]
+            if (out is not None or into) and count == 2:
+                raise LayoutError(
+                    f"{'out=' if out is not None else 'destinations'} has the only buffer; pass buffers=1 "
+                    f"with it{'' if out is not None else ', or (mesh, placements) in place of tensors'}"
+                )
+            out = into or None if out is None else out
             given = Given(None, destinations, **options)
         except Exception as error:
             wrong, given = Caller(_OP, parent.rank).typed(error), Given(None, None)
@@ -653,6 +659,16 @@ class WeightSync:
         self._parent.at_end.pop(self._name, None)
         self._parent.drop_twin(self._name, limit)
         self._side.join(_JOIN)  # a version that was on its way for longer is aborted by now
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not self._closed:
+            self._side.leave(f"has left its block with {type(error).__name__}: {first_line(error)}")
+        self.close()
 
     def _check(self, what: str) -> None:
         forks.check(self._born, f"{_OP}.{what}")

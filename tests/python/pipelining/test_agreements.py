@@ -361,9 +361,18 @@ def test_shapes_that_depend_on_data_are_refused_with_both_causes() -> None:
             raise ValueError(f"not with {x.shape}")
 
     with pytest.raises(
-        LayoutError, match=r"could not be inferred \(ValueError: not with .*; on zeros ValueError"
+        LayoutError,
+        match=r"could not be inferred \(ValueError: not with .*, at .*test_agreements.py:\d+; on zeros Value",
     ):
         infer_outputs(Broken(), [torch.ones(3)], {}, with_grad=False, what="s")
+
+
+def test_a_wrong_width_is_one_sentence(caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
+    """Neither torch's log of fake tensors nor their traceback comes before it."""
+    with pytest.raises(LayoutError, match="could not be inferred") as caught:
+        infer_outputs(nn.Sequential(nn.Linear(9, 8)), [torch.ones(2, 8)], {}, with_grad=False, what="s")
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+    assert not caplog.records and "Traceback" not in capfd.readouterr().err
 
 
 def described(stage: int, shared: dict[str, torch.Tensor], **fields: Any) -> RankReport:
