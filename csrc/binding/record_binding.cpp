@@ -1,6 +1,7 @@
 #include <atomic>
 
 #include "binding/call.h"
+#include "common/signals.h"
 
 namespace meshcast {
 namespace {
@@ -176,6 +177,20 @@ void bind_record(py::module_& m) {
         return out;
       });
 
+  m.def("also_catch", &also_catch, py::arg("signal"));
+  m.def("count_signals_by", &count_signals_by, py::arg("eventfd"));
+  m.def(
+      "notify_of_long_waits",
+      [](double seconds) {
+        notify_of_long_waits(
+            [](const LongWait& wait) {
+              observe([&](const py::object& told) {
+                told.attr("waits")(wait.rank, wait.call, wait.state, wait.ranks, wait.seconds);
+              });
+            },
+            seconds);
+      },
+      py::arg("seconds"));
   m.def("observe_by", [](py::object told) {
     observer_site = told.attr("site").cast<py::object>().release().ptr();  // for the life of the process
     observer_is_verbose = told.attr("is_verbose").cast<py::object>().release().ptr();

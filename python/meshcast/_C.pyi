@@ -553,6 +553,13 @@ def observe_by(observer: object) -> None:
 def flights() -> list[Flight]:
     """Returns the last 2,000, the oldest first."""
 
+def notify_of_long_waits(seconds: float) -> None:
+    """From now on the observer's waits() is called for each wait that lasts for so long; 0: never."""
+
+def also_catch(signal: int) -> bool:
+    """See base/observe.py."""
+
+def count_signals_by(eventfd: int) -> None: ...
 def calls_begun() -> int: ...
 def counted() -> tuple[dict[str, dict[str, Any]], dict[tuple[int, int], dict[str, Any]]]:
     """Returns the sums over all calls, by operation and by (sender, receiver)."""

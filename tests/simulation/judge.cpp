@@ -25,6 +25,7 @@ constexpr std::array<const char*, 6> kKinds{"MeshcastError",         "LayoutErro
 
 // In which those who wait in a call hear that it was refused, where they have come at about the same time.
 constexpr auto kSoon = milliseconds(550);
+constexpr double kSurelyNoticed = 5;  // seconds: a quarter of the longest limit, a look and what ranks are told
 
 class Judge {
  public:
@@ -73,6 +74,7 @@ class Judge {
     }
     judge_culprits();
     judge_interrupt();
+    judge_notices();
     judge_meeting();
     judge_news();
     for (int rank = 0; rank < program_.ranks; ++rank)
@@ -357,6 +359,30 @@ class Judge {
           throw Violation(fmt::format("rank {} was interrupted at {:.3f} s, and others wait for it: {}",
                                       interrupted, duration_cast<std::chrono::duration<double>>(when).count(),
                                       each.text));
+  }
+
+  // A rank that waits for long says so, names the rank that its error names later, and never itself.
+  void judge_notices() const {
+    for (const Noticed& each : found_.noticed)
+      if (std::find(each.wait.ranks.begin(), each.wait.ranks.end(), each.wait.rank) != each.wait.ranks.end() ||
+          each.wait.seconds < kLongWait)
+        throw Violation(fmt::format("rank {} noticed after {} s that it waits for itself, or too early: {}",
+                                    each.wait.rank, each.wait.seconds, each.wait.call));
+    // Who knows of a refused call no longer looks who is in the calls before it.
+    if (!program_.faults.empty() || !all_wait() || !program_.sides.empty() || has_refusals()) return;
+    for (int rank = 0; rank < program_.ranks; ++rank)
+      for (const Ending& each : found_.endings[static_cast<size_t>(rank)]) {
+        const double took = std::chrono::duration<double>(each.at - each.begun).count();
+        if (each.error != ErrorKind::DeadlineExceeded || took < kSurelyNoticed) continue;
+        const bool noticed =
+            std::any_of(found_.noticed.begin(), found_.noticed.end(), [&](const Noticed& notice) {
+              const auto& ranks = notice.wait.ranks;
+              return notice.wait.rank == rank && notice.at >= each.begun && notice.at <= each.at &&
+                     (each.peer < 0 || std::find(ranks.begin(), ranks.end(), each.peer) != ranks.end());
+            });
+        if (!noticed)
+          throw Violation(fmt::format("rank {} did not notice how long it waits: {}", rank, each.text));
+      }
   }
 
   // In a call in which ranks differ, up to this one.

@@ -14,6 +14,7 @@
 
 #include <fmt/format.h>
 
+#include "common/signals.h"
 #include "cpp/run/harness.h"
 #include "group/group.h"
 #include "group/group_core.h"
@@ -172,7 +173,13 @@ class SimulatedStart final : public Start {
     });
   }
   void wait_for_work() override {
-    const auto ends = [this](TimePoint from) { return run_->wait_until(from + std::chrono::seconds(60)); };
+    // In slices, as real waits are: between two of them those look for signals.
+    const auto ends = [this](TimePoint from) {
+      const TimePoint limit = from + std::chrono::seconds(60);
+      while (!run_->wait_until(std::min<TimePoint>(limit, Clock::now() + kSignalSlice)))
+        if (Clock::now() >= limit) return false;
+      return true;
+    };
     if (!ends(run_->deadline()) && !ends(Clock::now()))  // it may have been frozen meanwhile
       throw Violation(fmt::format("call {} has not ended a minute beyond its limit", *ordinal));
     if (const auto error = run_->error()) std::rethrow_exception(error);

@@ -262,6 +262,24 @@ MUTANTS = [
         "",
     ),
     Mutant(
+        "watcher: long waits are not noticed",
+        "group/watcher.cpp",
+        "if (!late) return notify_of_wait(run, standing, now);",
+        "if (!late) return;",
+    ),
+    Mutant(
+        "agree: long waits are not noticed",
+        "group/agreement.cpp",
+        "if (notice.is_due(now))",
+        "if (false)",
+    ),
+    Mutant(
+        "meeting: long waits are not noticed",
+        "group/meeting.cpp",
+        "if (!complete && notice.is_due(now))",
+        "if (false)",
+    ),
+    Mutant(
         "watcher: no thread looks after the store's silence",
         "group/watcher.cpp",
         "if (now < run->deadline() + (unanswered ? milliseconds(0) : kStoreGrace)) continue;",

@@ -82,6 +82,7 @@ class Run {
     Simulation::install(&scheduler_);
     running = this;
     look_for_signals_by([] { running->look(); });
+    notify_of_long_waits([](const LongWait& wait) { running->note(wait); }, kLongWait);
     Outcome out;
     try {
       for (int rank = 0; rank < program_.ranks; ++rank)
@@ -102,6 +103,7 @@ class Run {
     }
     Simulation::install(nullptr);
     look_for_signals_by(nullptr);
+    notify_of_long_waits(nullptr, 0);
     for (int rank = 0; rank < program_.ranks; ++rank) {
       const auto& its = found_.endings[static_cast<size_t>(rank)];
       for (size_t call = 0; call < its.size(); ++call) {
@@ -181,6 +183,10 @@ class Run {
     if (found == mains_.end() || signals_.erase(found->second) == 0) return;
     found_.interrupted[found->second] = scheduler_.elapsed();
     throw Interrupted();
+  }
+  void note(const LongWait& wait) {
+    const Unwatched unwatched;
+    found_.noticed.push_back({wait, scheduler_.elapsed()});
   }
   void note_main(int rank) {
     const Unwatched unwatched;

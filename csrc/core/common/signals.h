@@ -30,4 +30,11 @@ bool wait_in_slices(TimePoint limit, const Wait& wait_until) {
   }
 }
 
+// From now on the signal is also counted by the descriptor that `count_signals_by` names. A handler that the
+// program has for it runs as before, and one that it installs later takes the place of ours; the default action
+// is taken no longer. False where the program ignores the signal: then it stays ignored.
+bool also_catch(int number);
+// An eventfd of this process; -1: none. A forked child inherits that of its parent, and is to name its own.
+void count_signals_by(int eventfd);
+
 }  // namespace meshcast

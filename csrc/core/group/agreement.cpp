@@ -8,6 +8,7 @@
 #include "common/error.h"
 #include "common/fault_point.h"
 #include "common/sync.h"
+#include "group/record.h"
 #include "group/refusals.h"
 #include "plan/hash.h"
 
@@ -171,7 +172,12 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
   const auto look = std::min<Clock::duration>(crowd * kLookForCause, kLongestAsk);
   const TimePoint started = Clock::now();
   TimePoint last_look = started;
-  std::vector<int32_t> missing;
+  WaitNotice notice(started);
+  const auto ranks_missing = [&] {
+    std::vector<int32_t> out;
+    for (const size_t at : alike.missing()) out.push_back(group.ranks[at]);
+    return out;
+  };
   // Ranks that are looked after at a time, doubled with each look: most of those that are not here yet are only
   // late, and a first look at each of them would connect this rank with all.
   size_t reach = 1;
@@ -187,6 +193,11 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
       compare_with_first(bulletin, group, call, mine);
       alike.refresh();
       if (late) break;
+      if (notice.is_due(now))
+        notice.post({.rank = group.rank,
+                     .call = fmt::format("call {} of {}", call.ordinal, group.name),
+                     .state = "its ranks agree",
+                     .ranks = ranks_missing()});
       go_on([&] { raise_if_broken(bulletin, group, call); });
       const auto passed = bulletin.passed(call.lane);
       if (passed && passed->first >= call.ordinal)
@@ -206,7 +217,7 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
     pause = std::min(pause * 2, crowd * std::chrono::microseconds(20000));
     all = alike.all_answered();
   }
-  for (const size_t at : alike.missing()) missing.push_back(group.ranks[at]);
+  std::vector<int32_t> missing = ranks_missing();
   // One may be about to sign, or have posted something else a moment ago.
   if (missing.size() <= kFewRanks) std::erase_if(missing, has_posted);
   if (missing.empty() && (slot >= 0 || has_posted(first))) return slot;

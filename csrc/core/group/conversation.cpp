@@ -8,6 +8,7 @@
 #include "common/error.h"
 #include "common/signals.h"
 #include "group/agreement.h"
+#include "group/record.h"
 
 namespace meshcast {
 namespace {
@@ -44,7 +45,12 @@ std::map<int32_t, std::string> Conversation::hear(const std::string& topic, cons
   std::vector<std::string> keys;
   for (const int32_t rank : ranks) keys.push_back(key_of(topic, rank));
   std::map<int32_t, std::string> out;
-  if (const auto texts = await_all(keys, deadline, check, every)) {
+  WaitNotice notice(begun);
+  const auto look_at_time = [&](TimePoint now) {
+    if (late.op.empty() || !notice.is_due(now)) return;
+    notice.post({.rank = rank_, .call = late.op, .state = late.phase, .ranks = silent(topic, ranks)});
+  };
+  if (const auto texts = await_all(keys, deadline, check, every, look_at_time)) {
     for (size_t i = 0; i < ranks.size(); ++i) out[ranks[i]] = (*texts)[i];
     return out;
   }
@@ -73,12 +79,14 @@ std::map<int32_t, std::string> Conversation::hear(const std::string& topic, cons
 }
 
 Conversation::Texts Conversation::await_all(const std::vector<std::string>& keys, TimePoint deadline,
-                                            const std::function<void()>& check, Clock::duration every) {
+                                            const std::function<void()>& check, Clock::duration every,
+                                            const std::function<void(TimePoint now)>& look) {
   BackOff pause = back_off();
   for (TimePoint checked = Clock::now();;) {
     if (auto texts = store_->read(keys)) return texts;
     look_for_signals();
     const TimePoint now = Clock::now();
+    if (look) look(now);
     if (check && (now - checked >= every || now >= deadline)) {
       check();
       checked = now;

@@ -90,8 +90,9 @@ class Conversation {
   static constexpr size_t kNoCrowd = 16;  // as many do not crowd a store
 
   std::string key_of(const std::string& topic, int32_t rank) const;
+  // look: called between any two questions.
   Texts await_all(const std::vector<std::string>& keys, TimePoint deadline, const std::function<void()>& check,
-                  Clock::duration every);
+                  Clock::duration every, const std::function<void(TimePoint now)>& look = {});
 
   const std::shared_ptr<Store> store_;
   const int32_t rank_;

@@ -10,6 +10,7 @@
 #include <fmt/format.h>
 
 #include "group/bulletin.h"
+#include "group/record.h"
 #include "group/refusals.h"
 #include "group/roll.h"
 
@@ -141,8 +142,14 @@ class MeetingCall {
     bool complete = members_->answer(group_.place());
     TimePoint asked = begun;
     BackOff pause = conversation_->back_off();
+    WaitNotice notice(begun);
     for (;;) {
       const TimePoint now = Clock::now();
+      if (!complete && notice.is_due(now))
+        notice.post({.rank = group_.rank,
+                     .call = fmt::format("a call of {}", group_.name),
+                     .state = "its ranks connect",
+                     .ranks = missing()});
       if (!complete && now - asked > kLookAfterPeers * conversation_->crowd()) {
         asked = now;
         complete = members_->all_answered();
@@ -169,14 +176,19 @@ class MeetingCall {
                                {lost, "reshard", "connect"});
   }
 
+  std::vector<int32_t> missing() {
+    members_->refresh();
+    std::vector<int32_t> out;
+    for (const size_t at : members_->missing()) out.push_back(group_.ranks[at]);
+    return out;
+  }
+
   std::string reason_to_end(Clock::duration waited) {
     const double seconds = duration<double>(waited).count();
     if (const std::string why = part_.closing(); !why.empty())
       return fmt::format("{}/{} rank {}: {}", kAborted, group_.rank, group_.rank, why);
     if (Clock::now() >= part_.deadline) {
-      members_->refresh();
-      std::vector<int32_t> missing;
-      for (const size_t at : members_->missing()) missing.push_back(group_.ranks[at]);
+      std::vector<int32_t> missing = this->missing();
       // The last ones have come, and are about to be counted; unless they died between the two.
       if (missing.size() <= kFew)
         std::erase_if(missing,

@@ -1,10 +1,12 @@
 #include "group/record.h"
 
 #include <algorithm>
+#include <atomic>
 
 #include <fmt/format.h>
 
 #include "common/of_process.h"
+#include "run/executor.h"
 
 namespace meshcast {
 namespace {
@@ -12,6 +14,9 @@ namespace {
 constexpr size_t kKeptFlights = 2000;
 
 PerProcess<Record> record_of_process;
+
+std::atomic<void (*)(const LongWait&)> wait_notifier{nullptr};
+std::atomic<Clock::duration::rep> long_wait_ticks{0};
 
 }  // namespace
 
@@ -229,6 +234,26 @@ Traffic& Flight::traffic() {
     if (progress_.traffic) return *progress_.traffic;
   }
   return record_.traffic_of(op);
+}
+
+void notify_of_long_waits(void (*notify)(const LongWait& wait), double seconds) {
+  wait_notifier = notify;
+  long_wait_ticks = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)).count();
+}
+
+bool WaitNotice::is_due(TimePoint now) const {
+  const auto lasts = long_wait_ticks.load(std::memory_order_relaxed);
+  return lasts > 0 && !posted_ && (now - begun_).count() >= lasts;
+}
+
+// A log is a user's, who may hold it up: no wait of ours depends on that.
+void WaitNotice::post(LongWait wait) {
+  posted_ = true;
+  std::erase(wait.ranks, wait.rank);  // a store may have lost what this rank said
+  wait.seconds = std::chrono::duration<double>(Clock::now() - begun_).count();
+  Executor::of_process().post([wait = std::move(wait)] {
+    if (auto* const notify = wait_notifier.load()) notify(wait);
+  });
 }
 
 }  // namespace meshcast

@@ -172,4 +172,29 @@ class Flight {
   bool counted_ = false;  // likewise
 };
 
+// A wait for other ranks that has lasted long, for a line of the log.
+struct LongWait {
+  int32_t rank = -1;
+  std::string call;
+  std::string state;           // how far the call has come; may be empty
+  std::vector<int32_t> ranks;  // that it waits for; none: all of them are in the call
+  double seconds = 0;
+};
+
+// For waits of this process that last for `seconds`: notify() is called by a thread of the executor. 0: never.
+void notify_of_long_waits(void (*notify)(const LongWait& wait), double seconds);
+
+// One wait, which is worth one notice. Not thread-safe.
+class WaitNotice {
+ public:
+  explicit WaitNotice(TimePoint begun) : begun_(begun) {}
+
+  bool is_due(TimePoint now) const;  // and was not posted
+  void post(LongWait wait);          // sets its seconds
+
+ private:
+  const TimePoint begun_;
+  bool posted_ = false;
+};
+
 }  // namespace meshcast

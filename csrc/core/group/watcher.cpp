@@ -7,6 +7,7 @@
 
 #include "common/descriptors.h"
 #include "common/sync.h"
+#include "group/record.h"
 
 namespace meshcast {
 namespace {
@@ -467,6 +468,29 @@ void Watcher::erase_old_postings(TimePoint now) {
   }
 }
 
+std::vector<int32_t> Watcher::silent_in(Roll& standing) const {
+  standing.refresh();
+  std::vector<int32_t> out;
+  for (const size_t at : standing.missing()) out.push_back(group_.ranks[at]);
+  return out;
+}
+
+// One notice for the oldest of the runs that wait: those behind it mostly wait for the same. Others have had
+// the time to say that they wait, too.
+void Watcher::notify_of_wait(const std::shared_ptr<RunState>& run, Roll& standing, TimePoint now) {
+  const auto since = run->awaited_since(now);
+  if (!since || now < stall_time(*run) + kRefusalTold) return;
+  WaitNotice notice(*since);
+  if (!notice.is_due(now)) return;
+  if (const auto noticed = long_wait_.lock(); noticed && !noticed->ended()) return;
+  long_wait_ = run;
+  const RunLabel& label = run->label();
+  notice.post({.rank = group_.rank,
+               .call = fmt::format("{} call {} of {}", label.op(), label.ordinal, group_.name),
+               .state = fmt::format("{} of {} bytes received", run->received_bytes(), run->expected_bytes()),
+               .ranks = silent_in(standing)});
+}
+
 // Phase 1: a call that stands still says what it is, once, and compares with the first that said so; a mismatch
 // throws. Phase 2: it looks whether a rank objects, less and less often. One that refuses a call in flight says
 // so by a cause of its own, but that takes a moment. Phase 3: past the deadline those that are not in the call
@@ -488,10 +512,8 @@ void Watcher::look_for_stalls(const std::shared_ptr<RunState>& run, TimePoint no
     it->second.asks = now + (now - run->started());
     check_objection(bulletin_, group_, call, label.descriptor());
   }
-  if (!late) return;
-  standing.refresh();
-  std::vector<int32_t> silent;
-  for (const size_t at : standing.missing()) silent.push_back(group_.ranks[at]);
+  if (!late) return notify_of_wait(run, standing, now);
+  const std::vector<int32_t> silent = silent_in(standing);
   const std::string who =
       silent.empty() ? "every rank is in this call, so the network is too slow or the limit too short"
                      : fmt::format(

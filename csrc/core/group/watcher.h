@@ -102,6 +102,8 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   void erase_old_postings(TimePoint now);
   void look_for_earlier_refusals();
   void look_for_stalls(const std::shared_ptr<RunState>& run, TimePoint now);
+  std::vector<int32_t> silent_in(Roll& standing) const;
+  void notify_of_wait(const std::shared_ptr<RunState>& run, Roll& standing, TimePoint now);
 
   Cause describe_overdue(const RunState& run, const std::string& more) const;
   int32_t peer_of(const Cause& cause);
@@ -145,6 +147,7 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
     std::weak_ptr<RunState> run;
   };
   std::map<std::pair<int32_t, int64_t>, Posted> posted_;  // calls (lane, ordinal) that are on the bulletin
+  std::weak_ptr<RunState> long_wait_;                     // the last run whose wait was worth a notice
   std::map<int32_t, int64_t> told_waits_;                 // by lane, the call that it says this rank is in
 
   const Clock::duration pause_;  // between looks

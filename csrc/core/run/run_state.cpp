@@ -9,6 +9,12 @@
 
 namespace meshcast {
 
+namespace {
+
+constexpr auto kStillAwaited = std::chrono::seconds(1);  // a wait in slices comes back much sooner
+
+}  // namespace
+
 TimePoint deadline_after(double seconds) {
   const double capped = std::min(seconds, 365.0 * 24 * 3600);
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(capped));
@@ -31,7 +37,17 @@ std::exception_ptr RunState::error() const {
 
 bool RunState::wait_until(TimePoint limit) const {
   std::unique_lock lock(mutex_);
-  return changed_.wait_until(lock, limit, [&] { return ended_; });
+  if (changed_.wait_until(lock, limit, [&] { return ended_; })) return true;
+  const TimePoint now = Clock::now();
+  if (now - awaited_last_ > kStillAwaited) awaited_since_ = now;
+  awaited_last_ = now;
+  return false;
+}
+
+std::optional<TimePoint> RunState::awaited_since(TimePoint now) const {
+  const std::lock_guard lock(mutex_);
+  if (now - awaited_last_ > kStillAwaited) return std::nullopt;
+  return awaited_since_;
 }
 
 // A callback of a run that never ended is not called, but freed where that may wait.

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -56,6 +57,8 @@ class RunState {
   double seconds() const;  // start to end, or to now
   std::exception_ptr error() const;
   bool wait_until(TimePoint limit) const;  // false: still running at `limit`
+  // Since when threads have come to the limits of such waits, one after the other without a pause of a second.
+  std::optional<TimePoint> awaited_since(TimePoint now) const;
   // Called by a thread of the executor once it has ended, or at once if it has: such a thread may wait for what
   // it likes. Throws Error where none can be had.
   void on_end(std::function<void()> callback);
@@ -93,6 +96,8 @@ class RunState {
  private:
   TimePoint ended_at_{};
   mutable Condition changed_;
+  mutable TimePoint awaited_since_{};
+  mutable TimePoint awaited_last_{};
   std::vector<std::function<void()>> callbacks_;  // each with its thread, see Executor::reserve
 };
 

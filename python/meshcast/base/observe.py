@@ -1,9 +1,10 @@
 """Reports of meshcast about itself: log lines, the flight record of the last calls and where the program made
 them, totals of all calls.
 
-docs/environment.md: MESHCAST_LOG shows the log on stderr, MESHCAST_FLIGHT_RECORD writes the last calls of a
-rank to a file when one fails, when an exception ends the program, and on SIGUSR1, also while its main thread
-waits in a call. `python -m meshcast explain` reads these files.
+docs/environment.md: MESHCAST_LOG shows the log on stderr. A rank writes its last calls to a file when one
+fails, when an exception ends the program, when `python -m meshcast dump` asks for them, and on SIGUSR1, also
+while its main thread waits in a call. MESHCAST_FLIGHT_RECORD names the file. `python -m meshcast explain`
+reads these files. A rank that waits for long in a call says so, see MESHCAST_WAIT_NOTICE.
 """
 
 from __future__ import annotations
@@ -13,11 +14,18 @@ import contextlib
 import json
 import logging
 import os
+import select
+import shutil
 import signal
+import socket
+import stat
+import struct
 import sys
+import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
@@ -27,7 +35,7 @@ import torch.distributed as dist
 
 from .. import _C
 from .._C import Flight, Members, calls_begun
-from ..errors import LayoutError
+from ..errors import LayoutError, MeshcastError
 from . import checks, forks, settings  # noqa: F401  forks has to be there before the first fork
 
 __all__ = [
@@ -35,10 +43,12 @@ __all__ = [
     "Counters",
     "FORMAT",
     "Flight",
-    "LISTENER",
     "Members",
     "PairCounters",
+    "SOCKETS",
     "Site",
+    "WaitNotice",
+    "ask",
     "call_site",
     "calls_begun",
     "counters",
@@ -48,6 +58,7 @@ __all__ = [
     "join_job",
     "log",
     "main_thread_site",
+    "note_hosts",
     "raised_site",
     "set_up",
     "site_text",
@@ -108,15 +119,29 @@ def _is_ours(frame: FrameType) -> bool:
 log = logging.getLogger("meshcast")
 
 FORMAT = "meshcast.flight/1"  # of the file
-LISTENER = "mc-record"  # name of the thread that waits for SIGUSR1: `python -m meshcast dump` looks for it
 _JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")  # by launchers
 _LEVELS = ("debug", "info", "warning", "error")
 _MOST_JOBS = 16  # ids
 _jobs: list[str] = []  # ids of the stores that this process has made groups in
+_LAUNCHED = ("RANK", "WORLD_SIZE")  # set by launchers, for what is a rank of theirs
+SOCKETS = "meshcast-record/"  # begins their names
+_PATIENCE = 2.0  # seconds for the line of one that has connected
+_PAUSE = 0.1  # seconds after a request that failed
+_MOST_BYTES = 1 << 16  # of a line
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_open: tuple[socket.socket, int] | None = None  # where this process listens, and what counts signals
+_NOWHERE = "none"  # value of MESHCAST_FLIGHT_RECORD
+_AGAIN = 1.0  # seconds between two records of failed calls, where no path is set
+_KEPT_FOLDERS = 32  # of jobs, where no path is set
 _started = time.time()
 _raised: dict[str, Any] | None = None  # what has ended the program
 _ended = False  # the program came to its end without an exception
 _set_up = False
+_recorded = 0  # process whose end is
+_written = float("-inf")  # when, by time.monotonic()
+_patience = 0.0  # seconds of a wait that are worth a line; 0: none are
+_noticed = float("-inf")  # likewise, that a rank waits
+_hosts: dict[int, str] = {}  # names, by rank
 
 
 class _Observer:
@@ -138,7 +163,67 @@ class _Observer:
 
     def failed(self, rank: int, op: str, text: str) -> None:
         log.error("rank %d: %s failed: %s", rank, op, text)
-        _dump_for(rank)
+        if settings.FLIGHT_RECORD.text() or time.monotonic() - _written > _AGAIN:
+            _dump_for(rank)
+
+    def waits(self, rank: int, call: str, state: str, ranks: Sequence[int], seconds: float) -> None:
+        global _noticed
+        text = _wait_text(rank, call, state, ranks, seconds)
+        if time.monotonic() - _noticed < _patience:  # of another group, or in a step after that one
+            log.info(text)
+            return
+        _noticed = time.monotonic()
+        _show(text)
+
+
+class WaitNotice:
+    """One wait in a call for other ranks, which is worth one line."""
+
+    def __init__(self, rank: int, call: str) -> None:
+        self._rank, self._call, self._begun, self._posted = rank, call, time.monotonic(), False
+
+    def look(self, missing: Callable[[], Sequence[int]]) -> None:
+        """Called now and then by who waits. missing(): the ranks that it waits for."""
+        waited = time.monotonic() - self._begun
+        if not self._posted and 0 < _patience <= waited:
+            self._posted = True
+            _Observer().waits(self._rank, self._call, "", missing(), waited)
+
+
+def _wait_text(rank: int, call: str, state: str, ranks: Sequence[int], seconds: float) -> str:
+    waits = f"rank {rank} has waited for {seconds:.3g} s in {call}" + (f" ({state})" if state else "")
+    if not ranks:
+        return f"{waits}; all its ranks are in it, so a rank or the network is slow. {_ADVICE}"
+    by_host: dict[str, list[int]] = {}
+    for each in ranks:
+        by_host.setdefault(_hosts.get(each, ""), []).append(each)
+    whom = " and ".join(
+        f"rank{'s' if len(those) > 1 else ''} {checks.runs_text(those)}" + (f" on {host}" if host else "")
+        for host, those in by_host.items()
+    )
+    return (
+        f"{waits}: {whom} did not call, or is busy, frozen, dead, or done with its part. Look at its output. "
+        f"{_ADVICE}"
+    )
+
+
+_ADVICE = "`python -m meshcast dump`, on each host, writes what all ranks are doing"
+
+
+def _show(text: str) -> None:
+    """A warning, also where the program shows no log."""
+    log.warning(text)
+    at: logging.Logger | None = log
+    while at is not None:
+        if any(not isinstance(handler, logging.NullHandler) for handler in at.handlers):
+            return
+        at = at.parent if at.propagate else None
+    print(f"[meshcast] {text}", file=sys.stderr, flush=True)
+
+
+def note_hosts(names: Mapping[int, str]) -> None:
+    """Names of the hosts of ranks, for what a person reads."""
+    _hosts.update(names)
 
 
 def _as_dict(flight: Flight) -> dict[str, Any]:
@@ -168,6 +253,7 @@ def _as_dict(flight: Flight) -> dict[str, Any]:
 def join_job(identity: str) -> None:
     """This process is one of those that have this id. It has several where its process group is made again in
     another store: the first one stays, and the last ones."""
+    _listen()
     if identity not in _jobs:
         _jobs.append(identity)
         del _jobs[1 : 1 - _MOST_JOBS]
@@ -251,7 +337,7 @@ def _place() -> tuple[int | None, int | None]:
 
 def set_up() -> None:
     """Follows the environment. At the import of meshcast; idempotent."""
-    global _set_up
+    global _set_up, _patience
     if _set_up:
         return
     _set_up = True
@@ -266,13 +352,49 @@ def set_up() -> None:
         log.propagate = False
     elif level:
         warnings.warn(f"{settings.LOG.name}={level}: expected {settings.LOG.expected}", stacklevel=2)
-    if settings.FLIGHT_RECORD.text():
+    if not _C.also_catch(signal.SIGUSR1):
+        log.info("this program ignores SIGUSR1: `python -m meshcast dump` works without it")
+    _patience = _wait_notice()
+    _C.notify_of_long_waits(_patience)
+    if path := _set_path():
+        _make_folder(path)
+    if path or all(name in os.environ for name in _LAUNCHED):
         _listen()
-        _record_ends()
+
+
+def _wait_notice() -> float:
+    """Seconds; 0: never."""
+    if problem := settings.WAIT_NOTICE.problem():
+        warnings.warn(problem, stacklevel=3)
+        return float(settings.WAIT_NOTICE.default)
+    return float(settings.WAIT_NOTICE.text())
+
+
+def _set_path() -> str:
+    path = settings.FLIGHT_RECORD.text()
+    return "" if path == _NOWHERE else path
+
+
+def _make_folder(path: str) -> None:
+    folder = Path(path).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        problem = "" if os.access(folder, os.W_OK | os.X_OK) else f"no permission to write to {folder}"
+    except OSError as error:
+        problem = str(error)
+    if problem:
+        name = settings.FLIGHT_RECORD.name
+        warnings.warn(f"{name}={path}: no flight record can be written there: {problem}", stacklevel=3)
 
 
 def _record_ends() -> None:
-    """Writes the record when the program ends: that is often the first cause of what other ranks see."""
+    """Writes the record when the program ends: that is often the first cause of what other ranks see. A child
+    that it forks writes none, unless it connects with others itself."""
+    global _recorded
+    if _recorded:
+        _recorded = os.getpid()
+        return
+    _recorded = os.getpid()
     before = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
@@ -280,58 +402,182 @@ def _record_ends() -> None:
         text = f"{kind.__name__}: {value}"
         _raised = {"error": text, "site": site_text(raised_site(traceback)), "raised": time.time()}
         rank, _ = _place()
-        if rank is not None:
-            _dump_for(rank)
+        path = None if rank is None or os.getpid() != _recorded else _dump_for(rank)
         before(kind, value, traceback)
+        if path is not None and isinstance(value, MeshcastError) and not _set_path():
+            _show(f"rank {rank} wrote its last calls: `python -m meshcast explain {path.parent}`")
 
     sys.excepthook = hook
-    process = os.getpid()
 
     def end() -> None:
         global _ended
         rank, _ = _place()
-        if _raised is None and rank is not None and os.getpid() == process:  # not a child that it forked
+        if _raised is None and rank is not None and os.getpid() == _recorded:
             _ended = True
-            _dump_for(rank)
+            if _set_path():
+                _dump_for(rank)
 
     atexit.register(end)
 
 
 def _listen() -> None:
-    """SIGUSR1 writes the record. Python runs signal handlers in the main thread, between two instructions; a
-    main thread that waits in a call has none. The low-level handler however writes to a pipe at once, which a
-    thread of our own reads."""
-    if threading.current_thread() is not threading.main_thread():
-        warnings.warn(
-            f"{settings.FLIGHT_RECORD.name}: imported outside the main thread, SIGUSR1 is not handled",
-            stacklevel=2,
-        )
+    """From now on this process writes its record on request, and when an exception ends it. At the import
+    where a launcher started it as a rank, else as it first connects with others.
+
+    A thread answers `python -m meshcast dump`, and writes the record after SIGUSR1: a main thread that waits
+    in a call does not matter. Its socket has no file: the name is abstract, /proc/net/unix lists it, and it
+    ends with the process. So nothing stale is asked, and no process gets a signal that it might die of.
+    """
+    global _open
+    if _open is not None:
         return
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    signal.signal(signal.SIGUSR1, lambda _number, _frame: None)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-
-    def serve() -> None:
-        while True:
-            if signal.SIGUSR1 in os.read(reading, 64):
-                _dump_for(_place()[0] or 0)
-
-    thread = threading.Thread(target=serve, name=LISTENER, daemon=True)
-    thread.start()
-    with contextlib.suppress(OSError):  # before Python 3.14 the system does not learn the name
-        Path(f"/proc/self/task/{thread.native_id}/comm").write_text(LISTENER)
-
-
-def _dump_for(rank: int) -> None:
-    path = settings.FLIGHT_RECORD.text()
-    if not path:
-        return
+    _record_ends()
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        dump_flight_record(f"{path}.rank{rank}")
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # Containers that share the network may have processes of the same number.
+        server.bind(f"\0{SOCKETS}{os.getpid()}.{os.urandom(4).hex()}")
+        server.listen(16)
+        counter = os.eventfd(0)
+        thread = threading.Thread(target=_serve, args=(server, counter), name="mc-record", daemon=True)
+        thread.start()
+    except (OSError, RuntimeError) as error:  # there are no more descriptors, or threads
+        log.warning("`python -m meshcast dump` cannot ask this process: %s", error)
+        return
+    _open = server, counter
+    _C.count_signals_by(counter)
+    with contextlib.suppress(OSError):  # before Python 3.14 the system does not learn the name
+        Path(f"/proc/self/task/{thread.native_id}/comm").write_text(thread.name)
+
+
+def _in_child() -> None:
+    """The parent of a forked child listens where it did, and the child nowhere yet."""
+    global _open
+    if _open is not None:
+        _C.count_signals_by(-1)
+        _open[0].close()
+        os.close(_open[1])
+        _open = None
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def _serve(server: socket.socket, counter: int) -> None:
+    ready = select.poll()
+    ready.register(server, select.POLLIN)
+    ready.register(counter, select.POLLIN)
+    while True:
+        for descriptor, _ in ready.poll():
+            try:
+                if descriptor == counter:
+                    os.eventfd_read(counter)
+                    _dump_for(_place()[0] or 0, asked=True)
+                else:
+                    _answer_one(server)
+            except Exception:  # the client has left, or there are no descriptors for now
+                time.sleep(_PAUSE)
+
+
+def _answer_one(server: socket.socket) -> None:
+    client, _ = server.accept()
+    with client:
+        client.settimeout(_PATIENCE)
+        if _peer(client)[1] in (0, os.getuid()):
+            client.sendall(json.dumps(_answer(_line(client))).encode() + b"\n")
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Answers one of `python -m meshcast dump`: {} asks who this is, {"write": folder} for the record; ""
+    leaves the folder to this rank."""
+    rank, world = _place()
+    if "write" not in request:
+        return {"process": os.getpid(), "rank": rank, "world": world}
+    try:
+        return {"written": str(_write(rank or 0, request["write"]))}
+    except OSError as error:
+        return {"error": str(error)}
+
+
+def ask(name: str, request: dict[str, Any], limit: float) -> tuple[int, int, dict[str, Any] | None]:
+    """Returns process and user that listen there, and their answer; None where there is none within `limit`
+    seconds. Raises OSError where nobody listens."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(limit)
+        client.connect(f"\0{name}")
+        process, user = _peer(client)
+        try:
+            client.sendall(json.dumps(request).encode() + b"\n")
+            return process, user, _line(client)
+        except (OSError, ValueError):  # it is frozen, has just ended, or refuses this user
+            return process, user, None
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, as the system knows them; process 0 where it is in another
+    container."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(found)
+    return process, user
+
+
+def _line(connection: socket.socket) -> dict[str, Any]:
+    text = b""
+    while not text.endswith(b"\n"):
+        if not (more := connection.recv(4096)) or len(text) > _MOST_BYTES:
+            raise ValueError("not a line")
+        text += more
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError("not an object")
+    return found
+
+
+def _dump_for(rank: int, asked: bool = False) -> Path | None:
+    """None where none is wanted, or none can be written."""
+    if not asked and settings.FLIGHT_RECORD.text() == _NOWHERE:
+        return None
+    try:
+        return _write(rank)
     except OSError as error:
         log.warning("rank %d: the flight record cannot be written: %s", rank, error)
+        return None
+
+
+def _write(rank: int, folder: str = "") -> Path:
+    global _written
+    _written = time.monotonic()
+    start = Path(folder) / "job" if folder else Path(_set_path() or _own_folder() / "job").absolute()
+    start.parent.mkdir(parents=True, exist_ok=True)
+    path = start.with_name(f"{start.name}.rank{rank}")
+    dump_flight_record(path)
+    return path
+
+
+def _own_folder() -> Path:
+    """The folder of this host's ranks of this job, where no path is set: no other user can read it.
+
+    Ranks of torchrun have one parent, and know that before they have met; others know the id of their job."""
+    by_parent = "TORCHELASTIC_RUN_ID" in os.environ or not _jobs
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = f"{os.getppid()}-{_start_of(os.getppid())}-{restart}" if by_parent else _jobs[0]
+    root = Path(tempfile.gettempdir()) / f"meshcast-{os.getuid()}"
+    root.mkdir(mode=0o700, exist_ok=True)
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise PermissionError(f"{root} is not a folder of this user")
+    if not (root / name).exists():
+        folders = sorted(root.iterdir(), key=lambda folder: folder.lstat().st_mtime)
+        for old in folders[:-_KEPT_FOLDERS]:
+            shutil.rmtree(old, ignore_errors=True)
+    return root / name
+
+
+def _start_of(process: int) -> str:
+    """When a process started, which tells it from a later one with the same number."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return "0"
 
 
 _T = TypeVar("_T", bound="_Totals")

@@ -23,7 +23,7 @@ class Setting:
     """One variable. expected: its values, as errors name them; read: when; meaning: one or two sentences.
 
     choices: the values that it may have; limits: the least and the largest number; empty where any text, or
-    what `problem` looks for, will do.
+    what `problem` looks for, will do. fraction: a number may have one, as 0.5.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Setting:
     meaning: str
     choices: tuple[str, ...] = ()
     limits: tuple[int, ...] = ()
+    fraction: bool = False
 
     def text(self) -> str:
         """The value, stripped; the default where it is unset or empty."""
@@ -57,8 +58,10 @@ class Setting:
         value, expected = self.text(), self.expected
         wrong = bool(self.choices) and value not in self.choices
         if self.limits:
-            number = value.isascii() and value.isdecimal()
-            wrong = not number or not self.limits[0] <= int(value) <= self.limits[1]
+            digits = value.replace(".", "", 1) if self.fraction else value
+            number = digits.isascii() and digits.isdecimal()
+            read = float if self.fraction else int
+            wrong = not number or not self.limits[0] <= read(value) <= self.limits[1]
         if self is IFNAMES and value:
             names, known = self.names(), [name for _, name in socket.if_nameindex()]
             wrong = not set(names) <= set(known) or not len(set(names)) == len(names) <= _MOST_INTERFACES
@@ -91,10 +94,10 @@ CUDA_TRANSPORT = Setting(
 FLIGHT_RECORD = Setting(
     "MESHCAST_FLIGHT_RECORD",
     "",
-    "a path",
+    "a path, or none",
     "`import meshcast`",
-    "Each rank writes its last 2,000 calls to PATH.rankN when a call fails, an exception ends the program, "
-    "and on SIGUSR1 (stuck_jobs.md).",
+    "Each rank writes its last 2,000 calls to PATH.rankN when a call fails, when the program ends, and when "
+    "`python -m meshcast dump` or SIGUSR1 asks for them; none: on request alone (stuck_jobs.md).",
 )
 HOST_ID = Setting(
     "MESHCAST_HOST_ID",
@@ -160,10 +163,20 @@ UCX = Setting(
     "Which UCX is loaded; auto is the system's where the machine has RDMA devices and it can use them, else "
     "the wheel's (transports.md).",
 )
+WAIT_NOTICE = Setting(
+    "MESHCAST_WAIT_NOTICE",
+    "30",
+    "a number of seconds up to 31536000, such as 30 or 0.5; 0 turns it off",
+    "`import meshcast`",
+    "A rank that has waited in a call for so long says so in one line on stderr, or in the program's log, "
+    "with the ranks that it waits for (stuck_jobs.md).",
+    limits=(0, 31536000),
+    fraction=True,
+)
 
 ALL = (
     BROADCAST_BYTES, CUDA_TRANSPORT, FLIGHT_RECORD, HOST_ID, HUGE_PAGES, IFNAMES, LOG, SHM, SHM_MB, TRANSPORT,
-    UCX,
+    UCX, WAIT_NOTICE,
 )  # fmt: skip
 
 

@@ -7,16 +7,17 @@ import argparse
 import json
 import os
 import re
-import signal
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from ..base import checks, settings
+from ..base import checks
 from ..base.checks import Reader, read_json, runs_text
-from ..base.observe import FORMAT, LISTENER
+from ..base.observe import FORMAT, SOCKETS, ask
 from ..base.progress import Progress, track
 from ..errors import LayoutError, MeshcastError
 from ..pages.page import PageBar, PagePanel, write_timeline_page
@@ -547,56 +548,158 @@ def shown_error(text: str) -> str:
 
 
 _PROC = Path("/proc")
+_MOST_THREADS = 64
+
+
+class _Process(NamedTuple):
+    """A process that listens. number: 0 where it is in another container; rank: None where it does not
+    know, or does not answer and was not told by a launcher."""
+
+    socket: str
+    number: int
+    rank: int | None
+    answers: bool
+
+    def __str__(self) -> str:
+        number = f"process {self.number}" if self.number else "a process of another container"
+        return number if self.rank is None else f"rank {self.rank}, {number}"
 
 
 def dump_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "processes", nargs="*", metavar="PID", help="ask these only (default: all that this user may signal)"
+        "processes", nargs="*", metavar="PID", help="ask these only (default: all of this user on this host)"
     )
+    parser.add_argument("--pid", nargs="+", default=[], metavar="PID", help="the same")
+    parser.add_argument("--rank", nargs="+", default=[], metavar="RANK", help="ask these ranks only")
+    parser.add_argument(
+        "--to", default="", metavar="DIR", help="folder to write to (default: the one of each job)"
+    )
+    parser.add_argument(
+        "--limit",
+        type=_seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="wait so long for each (default: 10)",
+    )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError
+    return value
 
 
 def run_dump(arguments: argparse.Namespace) -> int:
-    """Ask the processes of a running job on this host to write their flight records.
+    """Ask the ranks of the running jobs on this host for their flight records, and print where these are.
 
-    Only processes that listen get the signal: those that imported meshcast with MESHCAST_FLIGHT_RECORD set.
+    No process gets a signal, and none is asked that does not listen: ranks do from `import meshcast` on where
+    a launcher such as torchrun started them, others once they have connected.
     """
-    listed = arguments.processes or [entry.name for entry in _PROC.iterdir() if entry.name.isdecimal()]
-    asked = []
-    for name in listed:
-        if not (name.isascii() and name.isdecimal()):
-            raise LayoutError(f"{checks.shown(name)}: expected the number of a process")
-        if _listens(int(name)):
-            os.kill(int(name), signal.SIGUSR1)
-            asked.append(int(name))
-        elif arguments.processes:
-            raise LayoutError(
-                f"process {name} does not listen: it has ended, is another user's, or was started without "
-                f"{settings.FLIGHT_RECORD.name}"
+    numbers = _numbers([*arguments.processes, *arguments.pid], "number of a process")
+    ranks = _numbers(arguments.rank, "rank")
+    folder = str(Path(arguments.to).absolute()) if arguments.to else ""
+    names = _sockets()
+    with ThreadPoolExecutor(min(_MOST_THREADS, len(names) or 1)) as threads:
+        found = list(filter(None, threads.map(lambda name: _who(name, arguments.limit), names)))
+        chosen = _chosen(found, numbers, ranks)
+        if folder:
+            _check_ranks_differ(chosen)
+        written = list(
+            threads.map(
+                lambda each: _write(each, folder, arguments.limit) if each.answers else _SILENT, chosen
             )
-    if not asked:
-        raise MeshcastError(
-            f"no process of this host listens: start the ranks with {settings.FLIGHT_RECORD.name}=DIR/NAME, "
-            "and they write their records to DIR"
         )
-    for process in sorted(asked):
-        print(f"asked process {process} to write {_record_of(process)}")
+    for process, (path, problem) in zip(chosen, written, strict=True):
+        print(f"{process}: {path or problem}")
+    folders = sorted({str(Path(path).parent) for path, _ in written if path})
+    for each in folders:
+        print(f"what they say together: python -m meshcast explain {each}")
+    if not folders:
+        raise MeshcastError("no record was written")
     return 0
 
 
-def _listens(process: int) -> bool:
-    """Returns True if a process has the thread that waits for the signal and may be signalled."""
+def _numbers(texts: Sequence[str], what: str) -> list[int]:
+    for text in texts:
+        if not (text.isascii() and text.isdecimal()):
+            raise LayoutError(f"{checks.shown(text)}: expected the {what}")
+    return [int(text) for text in texts]
+
+
+def _sockets() -> list[str]:
+    """Names of those at which processes listen that share this one's network."""
     try:
-        names = [(task / "comm").read_text().strip() for task in (_PROC / str(process) / "task").iterdir()]
-        os.kill(process, 0)
-    except OSError:  # it ended meanwhile, or belongs to another user
-        return False
-    return LISTENER in names
+        lines = (_PROC / "net" / "unix").read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise MeshcastError(f"cannot look for processes that listen: {error}") from None
+    names = {line.rpartition(" ")[2] for line in lines}
+    return sorted(name[1:] for name in names if name.startswith(f"@{SOCKETS}"))
 
 
-def _record_of(process: int) -> str:
-    folder = _PROC / str(process)
-    variables = dict(
-        line.partition("=")[::2] for line in (folder / "environ").read_text(errors="replace").split("\0")
-    )
-    path = variables.get(settings.FLIGHT_RECORD.name, "?")  # "?": set by the program itself
-    return f"{(folder / 'cwd').readlink() / path}.rank{variables.get('RANK', '0')}"
+def _who(name: str, limit: float) -> _Process | None:
+    """None for another user's process, unless this is root, and for one that has just ended."""
+    try:
+        number, user, answer = ask(name, {}, limit)
+    except OSError:
+        return None
+    if user != os.getuid() and os.getuid() != 0:
+        return None
+    rank = _launched_as(number) if answer is None else answer.get("rank")
+    return _Process(name, number, rank if isinstance(rank, int) else None, answer is not None)
+
+
+def _launched_as(number: int) -> int | None:
+    """The rank that a launcher gave to a process, which may be frozen."""
+    try:
+        texts = (_PROC / str(number) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return next((int(text[5:]) for text in texts if text.startswith(b"RANK=") and text[5:].isdigit()), None)
+
+
+def _chosen(found: list[_Process], numbers: list[int], ranks: list[int]) -> list[_Process]:
+    """In order of rank."""
+    for number in numbers:
+        if number not in [each.number for each in found]:
+            raise LayoutError(
+                f"process {number} does not listen: it has ended, is another user's, or is a rank that no "
+                "launcher started and that has not connected with others yet"
+            )
+    for rank in ranks:
+        if rank not in [each.rank for each in found]:
+            raise LayoutError(f"no process of rank {rank} listens on this host")
+    if not found:
+        raise MeshcastError(
+            "no process of this user listens on this host: ranks do from `import meshcast` on where a "
+            "launcher such as torchrun started them, others once they have connected"
+        )
+    return [
+        each
+        for each in sorted(found, key=lambda each: (each.rank is None, each.rank, each.number))
+        if (not numbers or each.number in numbers) and (not ranks or each.rank in ranks)
+    ]
+
+
+def _check_ranks_differ(chosen: list[_Process]) -> None:
+    """In one folder, one record would take the place of another."""
+    for one, other in pairwise(chosen):
+        if one.rank == other.rank:
+            raise LayoutError(
+                f"processes {one.number} and {other.number} are both of rank {one.rank}, so of different "
+                "jobs: choose those of one job by --pid"
+            )
+
+
+_Result = tuple[str, str]  # the path, or what is wrong
+_SILENT: _Result = ("", "no record: it does not answer, so it is stopped or a call of it keeps Python's lock")
+
+
+def _write(process: _Process, folder: str, limit: float) -> _Result:
+    try:
+        answer: dict[str, Any] | None = ask(process.socket, {"write": folder}, limit)[2]
+    except OSError:
+        return "", "no record: it has just ended"
+    if answer is None:
+        return _SILENT
+    return str(answer.get("written", "")), f"no record: {answer.get('error')}"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Sequence
+from socket import gethostname
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from .. import _C
 from ..base import forks, settings
 from ..base.cache import Cache
-from ..base.observe import log
+from ..base.observe import log, note_hosts
 from ..base.settings import host_identity
 from ..base.wire import pack, unpack
 from ..errors import Caller, MeshcastError
@@ -86,6 +87,7 @@ class _Offer(NamedTuple):
     memory: str  # of HostMemory
     interfaces: str  # of interfaces()
     network: str  # of Network
+    name: str  # of the host, for people
 
 
 class _Joining:
@@ -108,7 +110,8 @@ class _Joining:
             raise Shortage(short) from error
 
     def offer(self) -> str:
-        return pack(_Offer(host_identity(), self._memory.offer, self._told, self._network.offer()))
+        network = self._network.offer()
+        return pack(_Offer(host_identity(), self._memory.offer, self._told, network, gethostname()))
 
     def watch(self, offer: str) -> Callable[[], str] | None:
         return self._network.watch(unpack(_Offer, offer).network)
@@ -119,6 +122,7 @@ class _Joining:
         ranks, rank = of.ranks, of.rank
         members = {other: unpack(_Offer, text) for other, text in offers.items()}
         hosts = {other: member.host for other, member in members.items()}
+        note_hosts({other: member.name for other, member in members.items()})
         count = agreed_count({other: member.interfaces for other, member in members.items()}, rank)
         topology = Topology.from_hosts(hosts, nics_per_host=count)
         of_host = {other: member.memory for other, member in members.items() if member.host == hosts[rank]}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from .. import _C, errors
-from ..base.observe import Flight, Members, Site
+from ..base.observe import Flight, Members, Site, WaitNotice
 from ..base.wire import pack, unpack
 from ..errors import AbortedError, Caller, DeadlineExceededError, MeshcastError, PeerLostError
 from .network import Network, interfaces
@@ -150,9 +150,11 @@ class ReadyBarrier:
     def _wait(self, deadline: float | None, leaving: Callable[[], str]) -> None:
         begin = looked = time.monotonic()
         number = self.number
+        notice = WaitNotice(self._rank, f"barrier call {number} of {self._name}")
 
         def look() -> None:
             nonlocal looked
+            notice.look(self._missing)
             if why := leaving():
                 self.end(AbortedError, why)
             elif deadline is not None and time.monotonic() - looked > _LOOK:

@@ -1,6 +1,10 @@
 #include "group/record.h"
 
+#include <chrono>
+#include <future>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "catch.h"
 
@@ -36,6 +40,29 @@ TEST_CASE("the record keeps the last 2,000 calls, and frees the others without i
   const auto flights = Record::of_process().flights();
   REQUIRE(flights.size() == 2000);
   REQUIRE(flights.front()->op == "another");
+}
+
+TEST_CASE("a wait that lasts is noticed once, on another thread") {
+  static std::promise<std::pair<LongWait, std::thread::id>> noticed;
+  notify_of_long_waits(
+      [](const LongWait& wait) {
+        noticed.set_value({wait, std::this_thread::get_id()});
+      },
+      10.0);
+  const TimePoint now = Clock::now();
+  WaitNotice notice(now - std::chrono::milliseconds(9999));
+  REQUIRE_FALSE(notice.is_due(now));
+  REQUIRE(notice.is_due(now + std::chrono::milliseconds(1)));
+  notice.post({.rank = 1, .call = "a call", .state = "", .ranks = {0, 2}});
+  REQUIRE_FALSE(notice.is_due(now + std::chrono::hours(1)));
+  const auto [wait, thread] = noticed.get_future().get();
+  REQUIRE(wait.rank == 1);
+  REQUIRE(wait.call == "a call");
+  REQUIRE(wait.ranks == std::vector<int32_t>{0, 2});
+  REQUIRE(wait.seconds >= 9.999);
+  REQUIRE(thread != std::this_thread::get_id());
+  notify_of_long_waits(nullptr, 0);
+  REQUIRE_FALSE(WaitNotice(now).is_due(now + std::chrono::hours(1000)));
 }
 
 TEST_CASE("facts that are replaced are freed without the lock") {
