@@ -46,59 +46,69 @@ LOCK := flock build/.lock
 .DEFAULT_GOAL := build
 .PHONY: build faults cuda-check on-gpu demo demo-long test test-all test-faults simulate simulate-mutants test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint analyze metrics format asan tsan clean configure help
 
-help:
-	@sed -n '1,/^SHELL/p' Makefile | grep '^#'; echo 'Targets: build faults cuda-check on-gpu demo demo-long test test-all test-faults simulate simulate-mutants test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint analyze metrics format asan tsan clean'
+help: ## this list
+	@echo "make TARGET [VARIABLE=value ...]"; echo; echo "Targets:"
+	@sed -nE 's/^([a-z][a-z0-9 -]*):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  %-16s %s\n", $$1, $$2}'
+	@echo; echo "Variables:"; sed -n '2,/^SHELL/s/^#   /  /p' $(firstword $(MAKEFILE_LIST))
 
 # ---- set-up ----------------------------------------------------------------------------------------------
 
 $(VENV)/bin/python:
 	@PYTHON=$(PYTHON) tools/check_host.sh
-	$(PYTHON) -m venv $(VENV)
+	@echo "Making the environment $(VENV) with $$($(PYTHON) --version) ..."
+	@$(PYTHON) -m venv $(VENV)
 
 $(TORCH_STAMP): | $(VENV)/bin/python
-	$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH_SPEC)"
+	@echo "Installing $(TORCH_SPEC) into $(VENV): 200 MB for CPUs, 2 to 3 GB with CUDA's libraries$(if $(TORCH_INDEX_URL),, (TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu takes the smaller)) ..."
+	@$(PY) -m pip install --disable-pip-version-check $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH_SPEC)"
 	@rm -f $(VENV)/.stamp-torch* && touch $@
 
 $(VENV)/.stamp-build: requirements-build.txt $(TORCH_STAMP)
-	$(PIP) -r requirements-build.txt
+	@echo "Installing what requirements-build.txt names ..."
+	@$(PIP) -r requirements-build.txt
 	@touch $@
 
 $(VENV)/.stamp-demo: requirements-demo.txt $(TORCH_STAMP)
-	$(PIP) -r requirements-demo.txt
+	@echo "Installing what requirements-demo.txt names ..."
+	@$(PIP) -r requirements-demo.txt
 	@touch $@
 
 $(VENV)/.stamp-dev: requirements-dev.txt requirements-demo.txt $(TORCH_STAMP)
-	$(PIP) -r requirements-dev.txt
+	@echo "Installing what requirements-dev.txt names ..."
+	@$(PIP) -r requirements-dev.txt
 	@touch $@
 
 $(VENV)/.stamp-lint: requirements-lint.txt $(VENV)/.stamp-dev
-	$(PIP) -r requirements-lint.txt
+	@echo "Installing what requirements-lint.txt names ..."
+	@$(PIP) -r requirements-lint.txt
 	@touch $@
 
 $(VENV)/.stamp-hf: requirements-hf.txt $(VENV)/.stamp-dev
-	$(PIP) -r requirements-hf.txt
+	@echo "Installing what requirements-hf.txt names ..."
+	@$(PIP) -r requirements-hf.txt
 	@touch $@
 
 $(VENV)/.stamp-fuzz: requirements-fuzz.txt $(VENV)/.stamp-dev
-	$(PIP) -r requirements-fuzz.txt
+	@echo "Installing what requirements-fuzz.txt names ..."
+	@$(PIP) -r requirements-fuzz.txt
 	@touch $@
 
 $(VENV)/.stamp-docs: requirements-docs.txt $(TORCH_STAMP)
-	$(PIP) -r requirements-docs.txt
+	@echo "Installing what requirements-docs.txt names ..."
+	@$(PIP) -r requirements-docs.txt
 	@touch $@
 
 # ---- build -----------------------------------------------------------------------------------------------
 
-configure: $(VENV)/.stamp-build
-	@mkdir -p build
+configure: $(VENV)/.stamp-build ## configure build/release without compiling
+	@mkdir -p build; echo "Configuring build/release (build/configure.log) ..."
 	@$(LOCK) cmake --preset release $(CONFIGURE) >build/configure.log 2>&1 || { cat build/configure.log; exit 1; }
 	@grep -E '^-- (meshcast|CUDA)' build/configure.log
 
-build: configure
+build: configure ## compile the extension module into python/meshcast; all that it needs comes into .venv (the default)
 	@$(LOCK) cmake --build build/release -j$(JOBS) --target _C
 
-# _C with fault points, for tests alone, beside the package's own files.
-faults: $(VENV)/.stamp-build
+faults: $(VENV)/.stamp-build ## _C with fault points, for tests alone, in build/faults
 	@mkdir -p build/faults/python/meshcast
 	@$(LOCK) cmake --preset faults $(CONFIGURE) >build/configure-faults.log 2>&1 || { cat build/configure-faults.log; exit 1; }
 	@$(LOCK) cmake --build build/faults -j$(JOBS) --target _C
@@ -107,50 +117,45 @@ faults: $(VENV)/.stamp-build
 
 # Everything that was written for GPUs, on a machine with one: built with python3's torch, tested, measured.
 # ON_GPU_ARGS=--dry: as far as it goes without.
-on-gpu:
+on-gpu: ## on a machine with a GPU: build with CUDA, test and measure all that was written for it (ON_GPU_ARGS=--dry: without one)
 	@tools/on_gpu.sh $(ON_GPU_ARGS)
 
 # The same dry, with CUDA's torch in an environment of its own, .venv-cuda (5 GB). CUDA_CHECK_ARGS=--if-possible lets
 # it pass where that torch cannot be had.
-cuda-check:
+cuda-check: ## build with CUDA without a GPU, in .venv-cuda (5 GB; CUDA_CHECK_ARGS=--if-possible passes where that cannot be had)
 	@PYTHON=$(PYTHON) JOBS=$(JOBS) WERROR=$(WERROR) tools/cuda_check.sh $(CUDA_CHECK_ARGS)
 
 # ---- test ------------------------------------------------------------------------------------------------
 
-test: build $(VENV)/.stamp-dev
+test: build $(VENV)/.stamp-dev ## C++ tests, then pytest without its slow tests
 	@PY=$(PY) JOBS=$(JOBS) tools/run_tests.sh quick $(PYTEST_ARGS)
 
-test-all: build faults $(VENV)/.stamp-hf $(VENV)/.stamp-docs asan tsan analyze
+test-all: build faults $(VENV)/.stamp-hf $(VENV)/.stamp-docs asan tsan analyze ## all tests, sanitizers and analyzer: about an hour
 	@PY=$(PY) JOBS=$(JOBS) tools/run_tests.sh all $(PYTEST_ARGS)
 
-test-matrix:
+test-matrix: ## `make test` under several releases of torch and Python (MATRIX)
 	$(PYTHON) tools/matrix.py $(if $(MATRIX),--pairs "$(MATRIX)")
 
-# Ten minutes of the tests with the newest torch.
-test-newest:
+test-newest: ## ten minutes of the tests with the newest torch
 	@$(PYTHON) tools/matrix.py --newest
 
-# Packages that use meshcast, each in an environment of its own: CLIENTS="torchft megatron", all by default.
-test-clients: build $(VENV)/.stamp-dev
+test-clients: build $(VENV)/.stamp-dev ## tests of packages that use meshcast, each in an environment of its own (CLIENTS)
 	@TORCH_SPEC="$(TORCH_SPEC)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" $(PY) tools/clients.py $(if $(CLIENTS),--clients "$(CLIENTS)") $(PYTEST_ARGS)
 
-wheels:
+wheels: ## build wheels and try each in a fresh environment (WHEELS)
 	$(PYTHON) tools/wheels.py $(if $(WHEELS),--wheels "$(WHEELS)")
 
-# Whether version, changelog, documents, tag and wheels agree.
-release-check:
+release-check: ## whether version, changelog, documents, tag and wheels agree
 	@$(PYTHON) tools/release_check.py
 
-# Groups of ranks in one process and in virtual time, for SIMULATE_SECONDS: drawn calls, refusals and faults.
-simulate: configure
+simulate: configure ## groups of ranks in virtual time: drawn calls, refusals and faults, for SIMULATE_SECONDS
 	@$(LOCK) cmake --build build/release -j$(JOBS) --target meshcast_simulate
 	build/release/meshcast_simulate --seconds $(SIMULATE_SECONDS) --programs 100000 --first-seed $(SIMULATE_SEED) --jobs $(JOBS)
 
-# Whether the simulation notices faults that are planted in the core, one after the other.
-simulate-mutants: $(VENV)/.stamp-build
+simulate-mutants: $(VENV)/.stamp-build ## whether the simulation notices faults that are planted in the core
 	@$(PY) tests/simulation/mutants.py --jobs $(JOBS)
 
-asan tsan: $(VENV)/.stamp-build
+asan tsan: $(VENV)/.stamp-build ## C++ tests under sanitizers of addresses, and of threads
 	@mkdir -p build && tools/ensure_catch2.sh
 	@$(LOCK) cmake --preset $@ $(CONFIGURE) >build/configure-$@.log 2>&1 || { cat build/configure-$@.log; exit 1; }
 	$(LOCK) cmake --build build/$@ -j$(JOBS) --target meshcast_tests meshcast_simulate
@@ -158,61 +163,55 @@ asan tsan: $(VENV)/.stamp-build
 	build/$@/meshcast_simulate --programs 5000 --jobs $(JOBS)
 
 # Ranks that fail at every moment, FAULT_SECONDS of it, then refused calls and ways to end, as many in proportion.
-test-faults: build faults $(VENV)/.stamp-dev
+test-faults: build faults $(VENV)/.stamp-dev ## ranks that fail at every moment, for FAULT_SECONDS
 	@MESHCAST_FAULT_SECONDS=$(FAULT_SECONDS) $(PY) -m pytest tests/fault/test_matrix.py \
 	    tests/fault/test_drawn_arguments.py tests/fault/test_exits.py $(PYTEST_ARGS)
 
-fuzz: build $(VENV)/.stamp-fuzz
+fuzz: build $(VENV)/.stamp-fuzz ## fuzz targets, each for FUZZ_SECONDS
 	@PY=$(PY) JOBS=$(JOBS) tools/fuzz.sh $(FUZZ_SECONDS) $(FUZZ_SEED) $(FUZZ_RUNS)
 
-# A table, two pictures and a short training in less than a minute.
-demo: build $(VENV)/.stamp-demo
+demo: build $(VENV)/.stamp-demo ## a table, two pictures and a short training, in half a minute
 	@PYTHONPATH=$(CURDIR)/python PYTHON=$(PY) examples/demo.sh
 
-# The same with longer trainings, of a GPT and a U-Transformer: two minutes more.
-demo-long: build $(VENV)/.stamp-dev
+demo-long: build $(VENV)/.stamp-dev ## the same with longer trainings, of a GPT and a U-Transformer: two minutes more
 	@PYTHONPATH=$(CURDIR)/python PYTHON=$(PY) examples/demo.sh --long
 
-# BENCH_ARGS: more options of `python -m benchmarks`, e.g. BENCH_ARGS="--mbit 150"
-bench: build $(VENV)/.stamp-dev
+bench: build $(VENV)/.stamp-dev ## benchmarks of the paper's cases (BENCH_ARGS="--mbit 150": more options of `python -m benchmarks`)
 	PYTHON=$(PY) benchmarks/run.sh paper $(BENCH_ARGS)
 
-bench-all: build $(VENV)/.stamp-dev
+bench-all: build $(VENV)/.stamp-dev ## all benchmarks
 	PYTHON=$(PY) benchmarks/run.sh all $(BENCH_ARGS)
 
-bench-check: build $(VENV)/.stamp-dev
+bench-check: build $(VENV)/.stamp-dev ## whether this tree is as fast as the published results
 	PYTHONPATH=$(CURDIR)/python:$(CURDIR) $(PY) -m benchmarks.check
 
 # Writes benchmarks/results/pipeline_sweep.json, the pictures and the tables of docs/pipelining.md.
-bench-pipeline: build $(VENV)/.stamp-dev
+bench-pipeline: build $(VENV)/.stamp-dev ## benchmarks of pipelines, for docs/pipelining.md
 	PYTHON=$(PY) benchmarks/pipeline/run.sh
 
 # Writes benchmarks/results/e2e.json, the chart and the tables of docs/end_to_end.md.
-bench-e2e: build $(VENV)/.stamp-dev
+bench-e2e: build $(VENV)/.stamp-dev ## benchmarks of whole trainings, for docs/end_to_end.md (BENCH_ARGS)
 	PYTHON=$(PY) benchmarks/e2e/run.sh $(BENCH_ARGS)
 
 # ---- documents -------------------------------------------------------------------------------------------
 
-# The site in build/docs/html: open index.html there. It needs no network, and warnings are errors.
-docs: build $(VENV)/.stamp-docs
+docs: build $(VENV)/.stamp-docs ## the site, in build/docs/html; it needs no network, and warnings are errors
 	@PY=$(PY) JOBS=$(JOBS) tools/build_docs.sh build/docs
 
 # ---- style -----------------------------------------------------------------------------------------------
 
-# Prints the table of docs/metrics.md.
-metrics: build $(VENV)/.stamp-dev
+metrics: build $(VENV)/.stamp-dev ## print the table of docs/metrics.md
 	@PYTHONPATH=$(CURDIR)/python $(PY) tools/metrics.py
 
-lint: configure $(VENV)/.stamp-lint
+lint: configure $(VENV)/.stamp-lint ## style, types, layers and clang-tidy
 	@$(PY) tools/lint.py --jobs $(JOBS)
 
-# Clang's analyzer, source by source: minutes.
-analyze: configure $(VENV)/.stamp-lint
+analyze: configure $(VENV)/.stamp-lint ## clang's analyzer, source by source: minutes
 	@$(PY) tools/lint.py --jobs $(JOBS) --only analyzer
 
-format: $(VENV)/.stamp-lint
+format: $(VENV)/.stamp-lint ## format Python and C++
 	$(VENV)/bin/ruff check --fix-only -q . ; $(VENV)/bin/ruff format -q .
 	find csrc tests/cpp \( -name '*.h' -o -name '*.cpp' \) -print0 | xargs -0 $(VENV)/bin/clang-format -i
 
-clean:
+clean: ## remove what builds have written, but not .venv
 	rm -rf build dist python/meshcast/_C*.so python/meshcast/_build_info.py python/*.egg-info

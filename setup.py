@@ -59,8 +59,11 @@ class CMakeBuild(build_ext):
         if cuda := os.environ.get("MESHCAST_CUDA"):
             configure.append(f"-DMESHCAST_CUDA={cuda}")
         env = dict(os.environ)
-        if shutil.which("ccache"):
-            configure.append("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
+        ccache = shutil.which("ccache")
+        if "CMAKE_CXX_COMPILER_LAUNCHER" not in env:
+            # Empty: CMake's cache may name a ccache that is no longer there.
+            configure.append(f"-DCMAKE_CXX_COMPILER_LAUNCHER={'ccache' if ccache else ''}")
+        if ccache:
             # pip and `build` compile in a folder of a new name each time.
             env.setdefault("CCACHE_BASEDIR", str(ROOT))
             env.setdefault("CCACHE_NOHASHDIR", "1")

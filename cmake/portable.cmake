@@ -12,6 +12,7 @@ function(meshcast_make_portable module)
   set_source_files_properties("${CMAKE_CURRENT_SOURCE_DIR}/cmake/portable/new_functions.cpp" PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
   foreach(target IN ITEMS ${module} meshcast_core meshcast_ucx)
     if(TARGET ${target})
+      set_target_properties(${target} PROPERTIES DISABLE_PRECOMPILE_HEADERS ON)  # old_symbols.h comes before any other
       target_compile_options(${target} PRIVATE
         "SHELL:-include \"${CMAKE_CURRENT_SOURCE_DIR}/cmake/portable/old_symbols.h\""
         "-ffile-prefix-map=${CMAKE_CURRENT_SOURCE_DIR}=meshcast" "-ffile-prefix-map=${TORCH_ROOT}=torch"

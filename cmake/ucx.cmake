@@ -4,11 +4,15 @@
 
 execute_process(COMMAND "${Python_EXECUTABLE}" -c "import importlib.util as u; print(u.find_spec('libucx').submodule_search_locations[0])"
                 OUTPUT_VARIABLE ucx_package ERROR_QUIET OUTPUT_STRIP_TRAILING_WHITESPACE)
-# pip builds in the same folder each time, with the headers of an environment that it deletes afterwards.
-if(NOT EXISTS "${MESHCAST_UCX_INCLUDE}/ucp/api/ucp.h")
+# pip builds in the same folder each time, with the headers of an environment that it deletes afterwards; and another
+# UCX may be asked for now.
+set(ucx_hints "$ENV{UCX_ROOT};${ucx_package}")
+set(ucx_asked_before "${MESHCAST_UCX_HINTS}")
+set(MESHCAST_UCX_HINTS "${ucx_hints}" CACHE INTERNAL "where UCX was looked for")
+if(NOT EXISTS "${MESHCAST_UCX_INCLUDE}/ucp/api/ucp.h" OR (ucx_asked_before AND NOT ucx_asked_before STREQUAL ucx_hints))
   unset(MESHCAST_UCX_INCLUDE CACHE)
 endif()
-if(NOT EXISTS "${MESHCAST_UCX_LIBRARY}")
+if(NOT EXISTS "${MESHCAST_UCX_LIBRARY}" OR (ucx_asked_before AND NOT ucx_asked_before STREQUAL ucx_hints))
   unset(MESHCAST_UCX_LIBRARY CACHE)
 endif()
 find_path(MESHCAST_UCX_INCLUDE ucp/api/ucp.h HINTS "$ENV{UCX_ROOT}/include" "${ucx_package}/include")
@@ -21,6 +25,7 @@ if(MESHCAST_UCX_INCLUDE)
   target_link_libraries(meshcast_ucx PUBLIC meshcast_core ${CMAKE_DL_LIBS})
   target_include_directories(meshcast_ucx SYSTEM PUBLIC "${MESHCAST_UCX_INCLUDE}")
   target_compile_definitions(meshcast_ucx PUBLIC MESHCAST_WITH_UCX=1)
+  target_precompile_headers(meshcast_ucx REUSE_FROM meshcast_core)
   message(STATUS "meshcast with UCX (${MESHCAST_UCX_INCLUDE})")
 else()
   set(MESHCAST_WITH_UCX 0)

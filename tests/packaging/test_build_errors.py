@@ -280,8 +280,9 @@ def test_cuda_option_is_checked_against_torch(source_tree: Path, tmp_path: Path)
         assert f"CUDA of torch: {torch.version.cuda}" in done.stdout
 
 
+@pytest.mark.parametrize("deleted", [True, False])
 def test_ucx_of_a_build_environment_that_is_deleted_is_looked_for_again(
-    source_tree: Path, tmp_path: Path
+    source_tree: Path, tmp_path: Path, deleted: bool
 ) -> None:
     """pip builds twice in one folder, each time in a new environment that has UCX's headers."""
     for name in ("first", "second"):
@@ -294,13 +295,30 @@ def test_ucx_of_a_build_environment_that_is_deleted_is_looked_for_again(
         assert f"meshcast with UCX ({root / 'include'})" in done.stdout, done.stdout + done.stderr
         cache = (tmp_path / "build" / "CMakeCache.txt").read_text()
         assert f"={root / 'lib' / 'libucp.so.0'}\n" in cache
-        shutil.rmtree(root)
+        if deleted:
+            shutil.rmtree(root)
+
+
+def test_help_names_every_target(source_tree: Path) -> None:
+    said = subprocess.run(
+        ["make", "help"], cwd=source_tree, check=True, capture_output=True, text=True
+    ).stdout
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", (source_tree / "Makefile").read_text(), re.MULTILINE)
+    listed = re.findall(r"^  ([a-z0-9 -]+?)  +\S", said.partition("Variables:")[0], re.MULTILINE)
+    listed += re.findall(r"^  ([a-z0-9-]{16}) \S", said, re.MULTILINE)
+    assert set(" ".join(listed).split()) == set(phony.split())
+    assert re.search(r"^  MESHCAST_CUDA +AUTO, ON or OFF", said, re.MULTILINE)
 
 
 def test_unknown_cuda_option(source_tree: Path, tmp_path: Path) -> None:
     done = configure(source_tree, tmp_path / "build", "-DMESHCAST_CUDA=maybe")
     assert done.returncode != 0
     assert 'MESHCAST_CUDA is "maybe": set it to AUTO, ON or OFF.' in one_line(done.stderr)
+
+
+def has_gpu() -> bool:
+    signs = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version")
+    return bool(shutil.which("nvidia-smi")) or any(Path(sign).exists() for sign in signs)
 
 
 def test_configure_says_what_it_found_and_builds(source_tree: Path, tmp_path: Path) -> None:
@@ -310,6 +328,8 @@ def test_configure_says_what_it_found_and_builds(source_tree: Path, tmp_path: Pa
     assert "CUDA: MESHCAST_CUDA=AUTO" in done.stdout
     flavour = "CPU only: " if torch.version.cuda is None else r"CPU (only: |and CUDA [\d.]+\n)"  # with nvcc
     assert re.search(f"CUDA: built is {flavour}", done.stdout), done.stdout
+    if not has_gpu():
+        assert "CPU only: this machine has no GPU; MESHCAST_CUDA=ON builds for others" in done.stdout
 
 
 @pytest.fixture
@@ -338,8 +358,7 @@ def test_cuda_is_built_where_there_is_a_gpu_or_it_is_asked_for(
         assert done.returncode == 0, done.stderr
         return "\n".join(line for line in done.stdout.splitlines() if "CUDA: " in line)
 
-    signs = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version")
-    if not shutil.which("nvidia-smi") and not any(Path(sign).exists() for sign in signs):
+    if not has_gpu():
         text = built("auto")
         assert "CUDA: built is CPU only: this machine has no GPU; MESHCAST_CUDA=ON builds for others" in text
     text = built("on", "-DMESHCAST_CUDA=ON")

@@ -51,7 +51,7 @@ Layout by_boxes(const std::vector<std::vector<Box>>& boxes) {
   return layout;
 }
 
-std::string error_of(const Layout& layout, const std::vector<int64_t>& shape) {
+std::string problem_of(const Layout& layout, const std::vector<int64_t>& shape) {
   try {
     validate(layout, shape);
   } catch (const LayoutError& e) {
@@ -75,7 +75,7 @@ TEST_CASE("tiles do not overlap and name every holder") {
       each.push_back(box_of({side(7), side(6)}));
     }
     const Layout layout = by_boxes(boxes);
-    REQUIRE(error_of(layout, shape).empty());
+    REQUIRE(problem_of(layout, shape).empty());
     const auto tiles = box_tiles(layout, shape);
     for (int64_t i = 0; i < 7; ++i) {
       for (int64_t j = 0; j < 6; ++j) {
@@ -124,17 +124,17 @@ TEST_CASE("what is wanted and not held is named") {
 
 TEST_CASE("boxes outside of the tensor or of the local tensor are refused") {
   Layout layout = by_boxes({{box_of({{0, 2}, {0, 3}})}});
-  CHECK(error_of(layout, {2, 3}).empty());
-  CHECK(error_of(layout, {2, 2}).find("is not inside a tensor of shape (2, 2)") != std::string::npos);
-  CHECK(error_of(layout, {2, 3, 1}).find("not inside") != std::string::npos);
+  CHECK(problem_of(layout, {2, 3}).empty());
+  CHECK(problem_of(layout, {2, 2}).find("is not inside a tensor of shape (2, 2)") != std::string::npos);
+  CHECK(problem_of(layout, {2, 3, 1}).find("not inside") != std::string::npos);
   layout.by_boxes[0].local_shape = {5};
-  CHECK(error_of(layout, {2, 3}).find("its local tensor of shape (5)") != std::string::npos);
+  CHECK(problem_of(layout, {2, 3}).find("its local tensor of shape (5)") != std::string::npos);
   layout.by_boxes[0].local_shape = {6};
   layout.by_boxes[0].pieces[0].local[0] = 1;
-  CHECK(error_of(layout, {2, 3}).find("local tensor") != std::string::npos);
+  CHECK(problem_of(layout, {2, 3}).find("local tensor") != std::string::npos);
   layout.by_boxes[0].pieces[0].local[0] = 0;
   layout.by_boxes[0].places[0].axis[1] = 1;
-  CHECK(error_of(layout, {2, 3}).find("local tensor") != std::string::npos);
+  CHECK(problem_of(layout, {2, 3}).find("local tensor") != std::string::npos);
   layout.by_boxes[0].places.clear();
-  CHECK(!error_of(layout, {2, 3}).empty());
+  CHECK(!problem_of(layout, {2, 3}).empty());
 }

@@ -19,7 +19,7 @@ using namespace meshcast::testing;
 
 namespace {
 
-double ratio(const Plan& plan) {
+double ratio_of(const Plan& plan) {
   return plan.lower_bound_ns == 0
              ? 1.0
              : static_cast<double>(plan.makespan_ns) / static_cast<double>(plan.lower_bound_ns);
@@ -78,7 +78,7 @@ TEST_CASE("table: the paper's cases", "[.][tables]") {
       const Plan other = make_plan({c.problem}, c.topology, {s, Balance::Search});
       std::printf(" %.3f |", static_cast<double>(other.makespan_ns) / unit);
     }
-    std::printf(" %.3f | %.4f | %.1f |\n", static_cast<double>(plan.makespan_ns) / unit, ratio(plan), ms);
+    std::printf(" %.3f | %.4f | %.1f |\n", static_cast<double>(plan.makespan_ns) / unit, ratio_of(plan), ms);
   }
 }
 
@@ -102,7 +102,7 @@ TEST_CASE("table: random pairs", "[.][tables]") {
       Random random(seed);
       const RandomCase c = random_case(random, 300'000'000, false);
       const Plan plan = make_plan({c.problem}, c.topology, options);
-      samples.push_back({ratio(plan), seed});
+      samples.push_back({ratio_of(plan), seed});
       int64_t& best = best_ns.try_emplace(seed, plan.makespan_ns).first->second;
       if (options.strategy == Strategy::Auto && best > 0)
         beside.push_back({static_cast<double>(plan.makespan_ns) / static_cast<double>(best), seed});
@@ -130,7 +130,7 @@ TEST_CASE("table: Partial sources", "[.][tables]") {
     const double ms = milliseconds([&] { plan = make_plan({c.problem}, c.topology, {}); });
     all_ms += ms;
     most_ms = std::max(most_ms, ms);
-    samples.push_back({ratio(plan), seed});
+    samples.push_back({ratio_of(plan), seed});
   }
   std::printf("| strategy | median | p90 | p99 | worst | seed of the worst |\n");
   print_row("auto, Partial sources", samples);
@@ -190,7 +190,7 @@ TEST_CASE("table: planning time", "[.][tables]") {
       const double ms = milliseconds([&] { plan = make_plan(row.problems, topology, {s}); });
       std::printf("| %s | %s%s | %.0f | %zu | %zu | %.3f |\n", row.name, to_string(s),
                   s == Strategy::Auto ? (std::string(" (") + to_string(plan.strategy) + ")").c_str() : "", ms,
-                  plan.tasks.size(), plan.hops.size(), ratio(plan));
+                  plan.tasks.size(), plan.hops.size(), ratio_of(plan));
       std::fflush(stdout);
     }
   }

@@ -20,7 +20,7 @@ using namespace meshcast::testing;
 
 namespace {
 
-constexpr std::chrono::milliseconds kLimit(20000);  // of a run; a test that hangs fails here
+constexpr std::chrono::milliseconds kDriveLimit(20000);  // of a run; a test that hangs fails here
 
 // Tells ends of messages to nobody but a thread that drives: a run over it ends only if it is driven.
 class DrivenTransport final : public PassingTransport, public Source {
@@ -113,7 +113,7 @@ Plan two_halves() {
 }
 
 bool ends_well(const RankRun& part) {
-  return part.run->wait_until(Clock::now() + kLimit) && !part.run->error() &&
+  return part.run->wait_until(Clock::now() + kDriveLimit) && !part.run->error() &&
          part.destination.data == part.expected;
 }
 
@@ -134,7 +134,7 @@ TEST_CASE("who drives a run makes all of it go on", "[exec][drive]") {
       ranks.push_back(std::async(std::launch::async, [&, rank] {
         std::vector<bool> well;
         for (int i = 0; i < 5; ++i) {
-          const RankRun part = start_rank(cluster, plan, rank, label(i), kLimit);
+          const RankRun part = start_rank(cluster, plan, rank, label(i), kDriveLimit);
           part.run->drive(TimePoint::max());
           well.push_back(part.run->ended() && ends_well(part));
         }
@@ -148,8 +148,8 @@ TEST_CASE("who drives a run makes all of it go on", "[exec][drive]") {
 TEST_CASE("a run that nobody drives stands still where the transport needs it", "[exec][drive]") {
   Cluster cluster(2, nullptr, {}, driven());
   const Plan plan = chain_plan(2, 16);
-  const RankRun got = start_rank(cluster, plan, 1, label(0), kLimit);
-  const RankRun sent = start_rank(cluster, plan, 0, label(0), kLimit);
+  const RankRun got = start_rank(cluster, plan, 1, label(0), kDriveLimit);
+  const RankRun sent = start_rank(cluster, plan, 0, label(0), kDriveLimit);
   CHECK_FALSE(got.run->wait_until(Clock::now() + std::chrono::milliseconds(50)));
   got.run->drive(TimePoint::max());
   sent.run->drive(TimePoint::max());
@@ -161,7 +161,7 @@ TEST_CASE("a driver comes back when its peer dies or the engine ends", "[exec][d
   for (const bool dies : {true, false}) {
     INFO("dies " << dies);
     Cluster cluster(2, nullptr, {}, driven());
-    const RankRun got = start_rank(cluster, chain_plan(2, 16), 1, label(0), kLimit);
+    const RankRun got = start_rank(cluster, chain_plan(2, 16), 1, label(0), kDriveLimit);
     std::thread driver([&] { got.run->drive(TimePoint::max()); });
     if (dies) {
       cluster.kill(0);
@@ -170,7 +170,7 @@ TEST_CASE("a driver comes back when its peer dies or the engine ends", "[exec][d
           std::make_exception_ptr(TransportError(TransportError::Cause::Aborted, "over")));
     }
     driver.join();
-    REQUIRE(got.run->wait_until(Clock::now() + kLimit));
+    REQUIRE(got.run->wait_until(Clock::now() + kDriveLimit));
     CHECK(got.run->error());
     got.run->drive(TimePoint::max());  // harmless, whatever has become of the engine
   }
@@ -189,14 +189,14 @@ TEST_CASE("who drives takes in what comes over the network and what comes over s
     Cluster cluster(3, nullptr, {{1, 2}}, wrap, false, progresses);
     held->await_held();
     const Plan plan = two_halves();
-    const RankRun got = start_rank(cluster, plan, 2, label(0), kLimit);
+    const RankRun got = start_rank(cluster, plan, 2, label(0), kDriveLimit);
     REQUIRE_FALSE(got.run->network.expired());
     REQUIRE_FALSE(got.run->local.expired());
     std::vector<std::future<bool>> senders;
     for (const int rank : {0, 1}) {
       senders.push_back(std::async(std::launch::async, [&, rank] {
         if (round % 3 == rank) std::this_thread::sleep_for(std::chrono::milliseconds(20));
-        return ends_well(start_rank(cluster, plan, rank, label(0), kLimit));
+        return ends_well(start_rank(cluster, plan, rank, label(0), kDriveLimit));
       }));
     }
     got.run->drive(TimePoint::max());
@@ -215,7 +215,7 @@ TEST_CASE("small local copies are made by who starts the run, large ones are not
     problem.src = {{{1}, {0}}, {{}}};
     problem.dst = problem.src;
     const Plan plan = make_plan({problem}, uniform_topology(1, 1, 1000000000, 1, 8000000000, 1000), {});
-    const RankRun part = start_rank(cluster, plan, 0, label(0), kLimit);
+    const RankRun part = start_rank(cluster, plan, 0, label(0), kDriveLimit);
     if (elements == 1000) CHECK(part.run->ended());
     CHECK(ends_well(part));
   }

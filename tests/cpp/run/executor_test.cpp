@@ -27,12 +27,12 @@ using testing::soon;
 
 namespace {
 
-constexpr auto kLimit = std::chrono::seconds(60);  // what hangs fails here
+constexpr auto kExecutorLimit = std::chrono::seconds(60);  // what hangs fails here
 
-bool comes(std::future<void>& what) { return what.wait_for(kLimit) == std::future_status::ready; }
+bool comes(std::future<void>& what) { return what.wait_for(kExecutorLimit) == std::future_status::ready; }
 
 struct PlainRun final : RunState {
-  PlainRun() : RunState(std::make_shared<Program>(), {}, Clock::now() + kLimit) {}
+  PlainRun() : RunState(std::make_shared<Program>(), {}, Clock::now() + kExecutorLimit) {}
   int64_t received_bytes() const override { return 0; }
   int64_t sent_bytes() const override { return 0; }
   void wake_driver() noexcept override { woken = std::this_thread::get_id(); }
@@ -142,7 +142,7 @@ TEST_CASE("the end of a process waits for tasks up to its limit and begins none 
   std::promise<void> begun;
   auto began = begun.get_future();
   executor.post([&] { begun.set_value(); });
-  executor.finish(Clock::now() + kLimit);
+  executor.finish(Clock::now() + kExecutorLimit);
   CHECK(began.wait_for(milliseconds(0)) == std::future_status::ready);
   executor.post([&] { late = true; });
   std::this_thread::sleep_for(milliseconds(50));
@@ -240,7 +240,7 @@ TEST_CASE("callbacks of a run are not called by the thread that ends it", "[exec
   std::atomic<bool> woken_after{false};
   run.tensors = std::shared_ptr<void>(nullptr, [&](void*) { tensors_gone = true; });
   std::thread waiter([&] {
-    CHECK(run.wait_until(Clock::now() + kLimit));
+    CHECK(run.wait_until(Clock::now() + kExecutorLimit));
     woken_after = tensors_gone.load();
   });
   {
@@ -250,7 +250,7 @@ TEST_CASE("callbacks of a run are not called by the thread that ends it", "[exec
     CHECK(woken_after);
     CHECK(run.woken == std::this_thread::get_id());
   }
-  REQUIRE(id.wait_for(kLimit) == std::future_status::ready);
+  REQUIRE(id.wait_for(kExecutorLimit) == std::future_status::ready);
   CHECK(id.get() != std::this_thread::get_id());
 
   bool at_once = false;
@@ -266,6 +266,6 @@ TEST_CASE("a callback of a run that never ends is freed by the executor", "[exec
     std::shared_ptr<void> held(nullptr, [&](void*) { freed.set_value(std::this_thread::get_id()); });
     run.on_end([held = std::move(held)] {});
   }
-  REQUIRE(id.wait_for(kLimit) == std::future_status::ready);
+  REQUIRE(id.wait_for(kExecutorLimit) == std::future_status::ready);
   CHECK(id.get() != std::this_thread::get_id());
 }

@@ -14,7 +14,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-constexpr milliseconds kLimit(20000);  // of a run; a test that hangs fails here
+constexpr milliseconds kOrderLimit(20000);  // of a run; a test that hangs fails here
 
 // Ranks 0 and 1 hold a half each, ranks 2 and 3 need both, each rank has a host. In the plan, rank 0 sends all
 // of its half first.
@@ -49,7 +49,7 @@ void relay_last(Plan& plan) {
 
 void expect_all(const std::vector<RankRun>& runs) {
   for (const RankRun& part : runs) {
-    REQUIRE(part.run->wait_until(Clock::now() + kLimit));
+    REQUIRE(part.run->wait_until(Clock::now() + kOrderLimit));
     REQUIRE_FALSE(part.run->error());
     REQUIRE(part.destination.data == part.expected);
   }
@@ -64,10 +64,10 @@ TEST_CASE("peers whose messages come later in the plan wait for their turn", "[e
 
   Cluster cluster(4);
   std::vector<RankRun> runs;
-  for (const int rank : {2, 3, 1}) runs.push_back(start_rank(cluster, plan, rank, label(0), kLimit));
+  for (const int rank : {2, 3, 1}) runs.push_back(start_rank(cluster, plan, rank, label(0), kOrderLimit));
   CHECK_FALSE(runs.back().run->wait_until(Clock::now() + milliseconds(100)));
   CHECK(runs[0].run->received_bytes() == 0);
-  runs.push_back(start_rank(cluster, plan, 0, label(0), kLimit));
+  runs.push_back(start_rank(cluster, plan, 0, label(0), kOrderLimit));
   expect_all(runs);
 }
 
@@ -75,10 +75,10 @@ TEST_CASE("nobody waits for turns where no rank passes on what came over the net
   const Plan plan = halves_plan();
   Cluster cluster(4);
   std::vector<RankRun> runs;
-  for (const int rank : {2, 3, 1}) runs.push_back(start_rank(cluster, plan, rank, label(0), kLimit));
-  CHECK(runs.back().run->wait_until(Clock::now() + kLimit));  // though rank 0 has not begun
+  for (const int rank : {2, 3, 1}) runs.push_back(start_rank(cluster, plan, rank, label(0), kOrderLimit));
+  CHECK(runs.back().run->wait_until(Clock::now() + kOrderLimit));  // though rank 0 has not begun
   CHECK_FALSE(runs[0].run->ended());
-  runs.push_back(start_rank(cluster, plan, 0, label(0), kLimit));
+  runs.push_back(start_rank(cluster, plan, 0, label(0), kOrderLimit));
   expect_all(runs);
 }
 
@@ -175,15 +175,15 @@ TEST_CASE("a peer that does not receive holds up sends to others, beyond the lim
 
   Cluster cluster(3);
   std::vector<RankRun> runs;
-  for (const int rank : {0, 2}) runs.push_back(start_rank(cluster, plan, rank, label(0), kLimit));
+  for (const int rank : {0, 2}) runs.push_back(start_rank(cluster, plan, rank, label(0), kOrderLimit));
   const Run& receiver = *runs.back().run;
-  const TimePoint limit = Clock::now() + kLimit;
+  const TimePoint limit = Clock::now() + kOrderLimit;
   while (receiver.received_bytes() < passing && Clock::now() < limit)
     std::this_thread::sleep_for(milliseconds(1));
   std::this_thread::sleep_for(milliseconds(50));
   CHECK(receiver.received_bytes() == passing);
   CHECK(passing < receiver.expected_bytes());
 
-  runs.push_back(start_rank(cluster, plan, 1, label(0), kLimit));
+  runs.push_back(start_rank(cluster, plan, 1, label(0), kOrderLimit));
   expect_all(runs);
 }

@@ -17,7 +17,7 @@ using namespace meshcast::testing;
 
 namespace {
 
-constexpr std::chrono::seconds kLimit(60);
+constexpr std::chrono::seconds kStagingLimit(60);
 constexpr int64_t kChunk = 128;
 
 // Bytes of buffers that are not part of the tensors, as far as a transport is given them.
@@ -102,11 +102,11 @@ class MeteredCluster {
     buffers.destination = {part.destination.memory};
     part.run = engines_[static_cast<size_t>(rank)]->start(
         std::make_shared<const Program>(project(plan_, rank, group_)), buffers, label(0),
-        Clock::now() + kLimit);
+        Clock::now() + kStagingLimit);
   }
   void finish() {
     for (const RankRun& part : parts_) {
-      REQUIRE(part.run->wait_until(Clock::now() + kLimit));
+      REQUIRE(part.run->wait_until(Clock::now() + kStagingLimit));
       REQUIRE_FALSE(part.run->error());
       REQUIRE(part.destination.data == part.expected);
     }
@@ -114,7 +114,7 @@ class MeteredCluster {
   int64_t now(int rank) const { return meters_[static_cast<size_t>(rank)]->now; }
   int64_t peak(int rank) const { return meters_[static_cast<size_t>(rank)]->peak; }
   void wait_for(int rank, int64_t nbytes) const {
-    for (const TimePoint end = Clock::now() + kLimit; now(rank) != nbytes && Clock::now() < end;)
+    for (const TimePoint end = Clock::now() + kStagingLimit; now(rank) != nbytes && Clock::now() < end;)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     REQUIRE(now(rank) == nbytes);
   }

@@ -19,7 +19,7 @@ using std::chrono::seconds;
 namespace {
 
 constexpr LocalMeeting::Protocol kProtocol{0x74657374, 4, 0, "a test"};
-constexpr auto kLimit = seconds(30);
+constexpr auto kMeetingLimit = seconds(30);
 constexpr const char* kNotRefused = "was not refused as expected";
 
 LocalMeeting::Greeting greet(int32_t peer) {
@@ -38,7 +38,7 @@ struct Ranks {
       addresses.emplace(static_cast<int32_t>(addresses.size()), meeting.address());
   }
 
-  std::vector<LocalMeeting::Peer> meet(int32_t rank, Clock::duration limit = kLimit,
+  std::vector<LocalMeeting::Peer> meet(int32_t rank, Clock::duration limit = kMeetingLimit,
                                        const LocalMeeting::Protocol& protocol = kProtocol) {
     return meetings[static_cast<size_t>(rank)].meet(addresses, rank, protocol, greet, Clock::now() + limit);
   }
@@ -185,6 +185,6 @@ TEST_CASE("a rank that dies while the ranks of its host meet is named at once", 
   kill(child, SIGKILL);
   for (auto& each : found)
     CHECK(each.get().find("rank 1 of the group on this host exited") != std::string::npos);
-  CHECK(Clock::now() - begin < kLimit / 2);
+  CHECK(Clock::now() - begin < kMeetingLimit / 2);
   waitpid(child, nullptr, 0);
 }

@@ -26,7 +26,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-constexpr milliseconds kLimit(20000);  // a test that hangs fails here
+constexpr milliseconds kProgressLimit(20000);  // a test that hangs fails here
 
 // Bytes that are sent from, or received into; counts how it ended.
 struct Piece {
@@ -38,7 +38,7 @@ struct Piece {
 
   bool over() const { return ends.load() > 0; }
   bool wait() const {
-    const auto limit = Clock::now() + kLimit;
+    const auto limit = Clock::now() + kProgressLimit;
     while (!over() && Clock::now() < limit) std::this_thread::sleep_for(milliseconds(1));
     return ends.load() == 1 && !failed.load();
   }
@@ -77,7 +77,7 @@ void recv(LocalTransport& transport, int peer, uint64_t key, Piece& piece) {
 
 void drive_until(LocalTransport& transport, Piece& piece) {
   piece.at_end = nullptr;
-  const auto limit = Clock::now() + kLimit;
+  const auto limit = Clock::now() + kProgressLimit;
   while (!piece.over() && Clock::now() < limit)
     drive(
         {transport.source()}, [&] { return piece.over(); }, Clock::now() + milliseconds(50));
@@ -158,7 +158,7 @@ TEST_CASE("shared memory: who drives receives what comes while the thread is hel
   send(*other[0], 1, 1, again);
   CHECK_FALSE(got.over());
   drive(
-      {other[1]->source()}, [&] { return got.over(); }, Clock::now() + kLimit);
+      {other[1]->source()}, [&] { return got.over(); }, Clock::now() + kProgressLimit);
   CHECK(got.over());
   CHECK(got.data == again.data);
   release.set_value();
@@ -234,9 +234,10 @@ TEST_CASE("shared memory: random plans whose ranks drive, or not", "[exec][shm]"
       ranks.push_back(std::async(std::launch::async, [&, rank] {
         bool well = true;
         for (int i = 0; i < 12; ++i) {
-          const RankRun part = start_rank(cluster, plans[static_cast<size_t>(i % 4)], rank, label(i), kLimit);
+          const RankRun part =
+              start_rank(cluster, plans[static_cast<size_t>(i % 4)], rank, label(i), kProgressLimit);
           if ((rank + i + round) % 3 != 0) part.run->drive(TimePoint::max());
-          well &= part.run->wait_until(Clock::now() + kLimit) && !part.run->error() &&
+          well &= part.run->wait_until(Clock::now() + kProgressLimit) && !part.run->error() &&
                   part.destination.data == part.expected;
         }
         return well;
@@ -328,7 +329,7 @@ TEST_CASE("shared memory: two processes exchange messages, and the death of one 
     if (read(in, other.data(), other.size()) != static_cast<ssize_t>(other.size())) _exit(4);
     std::vector<ShmMember> members{{rank, mine.address()}, {1 - rank, other}};
     if (rank == 1) std::swap(members[0], members[1]);
-    return make_shm_transport(mine.meet(members, rank, Clock::now() + kLimit));
+    return make_shm_transport(mine.meet(members, rank, Clock::now() + kProgressLimit));
   };
   const size_t nbytes = size_t{3} << 20;
   const pid_t child = fork();
