@@ -1,4 +1,5 @@
 #include <atomic>
+#include <unordered_map>
 
 #include "binding/call.h"
 #include "common/signals.h"
@@ -6,10 +7,11 @@
 namespace meshcast {
 namespace {
 
-// What Python does beside the record: looks for the line that made a call, logs, writes the record to a file.
-// Guarded by the lock of the interpreter. Two of its methods are kept: each call asks them.
+// What Python does beside the record: knows which frames are its own, logs, writes the record to a file.
+// Guarded by the lock of the interpreter. Two of its methods are kept: each call asks one, and new code the
+// other.
 PyObject* observer = nullptr;
-PyObject* observer_site = nullptr;
+PyObject* observer_is_ours = nullptr;
 PyObject* observer_is_verbose = nullptr;
 std::atomic<bool> is_verbose{false};
 
@@ -17,6 +19,56 @@ py::object called(PyObject* method) {
   PyObject* const result = PyObject_CallNoArgs(method);
   if (!result) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);
+}
+
+// Code that calls have passed, by address: of a program, with what a flight keeps of it, or ours, without.
+// Guarded likewise. What is here is kept alive, so no address is used again meanwhile.
+struct Passed {
+  py::object code;
+  std::shared_ptr<void> of_program;
+};
+using AllPassed = std::unordered_map<PyCodeObject*, Passed>;
+constexpr size_t kMostPassed = 4096;  // programs that make code as they run have no end of it
+
+const Passed& passed(AllPassed& all, PyCodeObject* code, PyFrameObject* frame) {
+  if (const auto found = all.find(code); found != all.end()) return found->second;
+  const py::object is_ours = py::reinterpret_borrow<py::object>(observer_is_ours)(
+      py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(frame)));
+  const py::object kept_code = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(code));
+  if (all.size() >= kMostPassed) all.clear();
+  Passed made{kept_code, is_ours.is(py::bool_(true)) ? nullptr : kept(kept_code)};
+  return all[code] = std::move(made);
+}
+
+int offset_in(PyFrameObject* frame) {
+#if PY_VERSION_HEX >= 0x030b0000
+  return PyFrame_GetLasti(frame);
+#else
+  return frame->f_lasti * 2;
+#endif
+}
+
+// The innermost line outside of meshcast and torch in this thread; empty in a thread without one. A line costs
+// more the further down it is in its function, so it is looked up when it is shown.
+Flight::Site site_of_program() {
+  static auto& all = *new AllPassed;  // for the life of the process
+  py::object frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  while (frame) {
+    auto* const at = reinterpret_cast<PyFrameObject*>(frame.ptr());
+    PyCodeObject* const code = PyFrame_GetCode(at);
+    const py::object held = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(code));
+    if (const auto& program = passed(all, code, at).of_program) return {program, -1, offset_in(at)};
+    frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(at)));
+  }
+  return {};
+}
+
+py::object shown(const Flight::Site& site) {
+  if (!site.code) return py::none();
+  auto* const code = static_cast<PyObject*>(site.code.get());
+  const int line =
+      site.offset < 0 ? site.line : PyCode_Addr2Line(reinterpret_cast<PyCodeObject*>(code), site.offset);
+  return py::make_tuple(py::reinterpret_borrow<py::object>(code), line);
 }
 
 py::object shown(const std::shared_ptr<void>& object) {
@@ -78,9 +130,10 @@ std::shared_ptr<Flight> new_flight(const std::string& op, const std::shared_ptr<
                                    const py::object& given) {
   Flight::Site site;
   observe([&](const py::object& told) {
-    const py::object found = given.is_none() ? called(observer_site) : given;
-    if (!found.is_none()) {
-      const py::tuple pair = found;
+    if (given.is_none()) {
+      site = site_of_program();
+    } else {
+      const py::tuple pair = given;
       site = {kept(pair[0]), pair[1].cast<int>()};
     }
     is_verbose = called(observer_is_verbose).is(py::bool_(true));
@@ -152,11 +205,7 @@ void bind_record(py::module_& m) {
       .def_readonly("rank", &Flight::rank)
       .def_readonly("begun", &Flight::begun)
       .def_property_readonly("what", [](const Flight& self) { return *self.what; })
-      .def_property_readonly("site",
-                             [](const Flight& self) -> py::object {
-                               if (!self.site.code) return py::none();
-                               return py::make_tuple(shown(self.site.code), self.site.line);
-                             })
+      .def_property_readonly("site", [](const Flight& self) { return shown(self.site); })
       .def("progress", [](const Flight& self) {
         const auto [found, completed] = without_gil([&] {
           auto progress = self.progress();
@@ -192,7 +241,7 @@ void bind_record(py::module_& m) {
       },
       py::arg("seconds"));
   m.def("observe_by", [](py::object told) {
-    observer_site = told.attr("site").cast<py::object>().release().ptr();  // for the life of the process
+    observer_is_ours = told.attr("is_ours").cast<py::object>().release().ptr();  // for the life of the process
     observer_is_verbose = told.attr("is_verbose").cast<py::object>().release().ptr();
     observer = told.release().ptr();
   });

@@ -14,6 +14,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import doc_blocks
 
 LIMIT = 200  # seconds for one; it takes about 10 on an idle machine
+# Of torch, where a machine has no name for its own address.
+TORCHS = re.compile(r"\[W.*\] \[c10d\] The hostname of the client socket cannot be retrieved")
 PAGES = ("README.md", "docs/start/move_weights.md", "docs/start/train_a_pipeline.md")
 
 pytestmark = pytest.mark.timeout(LIMIT + 60)
@@ -52,5 +54,6 @@ def test_says_nothing_on_stderr(tmp_path: Path, program: tuple[str, int, str, in
         environment={**environment, "MESHCAST_SHM": shm},
         limit=LIMIT,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    errors = [line for line in done.stderr.splitlines() if not TORCHS.match(line)]
+    assert (done.returncode, errors) == (0, [])
     assert done.stdout

@@ -187,6 +187,7 @@ bool Flight::ended(std::optional<TimePoint> waiting, std::optional<double> moved
     const std::lock_guard lock(record_.mutex_);
     if (progress_.seconds) return false;
     progress_.seconds = seconds = elapsed();
+    progress_.call.reset();  // else the memory of 2,000 calls that have ended is kept
     counts = !std::exchange(counted_, true);
   }
   const double waited = waiting ? std::chrono::duration<double>(Clock::now() - *waiting).count() : seconds;
@@ -207,6 +208,7 @@ bool Flight::failed(Failure failure) {
     const std::lock_guard lock(record_.mutex_);
     if (progress_.failure) return false;
     progress_.seconds = elapsed();
+    progress_.call.reset();
     progress_.failure = std::move(failure);
   }
   failed_unwaited();

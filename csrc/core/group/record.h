@@ -116,10 +116,12 @@ struct Members {
 // One call in the record. It outlives the call, and keeps no tensor alive.
 class Flight {
  public:
-  // A line of a program. code: what the language that calls this one knows it by.
+  // A line of a program. code: what the language that calls this one knows it by; offset: of the instruction in
+  // the code, where the line is not known yet.
   struct Site {
     std::shared_ptr<void> code;
     int line = 0;
+    int offset = -1;
   };
   struct Failure {
     std::string text;
@@ -134,7 +136,7 @@ class Flight {
     std::optional<double> seconds;    // from the call to the end of the first wait
     std::optional<Failure> failure;
     std::shared_ptr<Traffic> traffic;  // null while it is not known
-    std::weak_ptr<Start> call;         // where it may end without being waited for
+    std::weak_ptr<Start> call;         // until its first wait, where it may end before that
   };
 
   // Adds it to the record.

@@ -147,7 +147,7 @@ _hosts: dict[int, str] = {}  # names, by rank
 class _Observer:
     """Does what the record of calls leaves to Python. Each step returns at once."""
 
-    site = staticmethod(call_site)
+    is_ours = staticmethod(_is_ours)  # of a frame, asked once for its code
 
     def is_verbose(self) -> bool:
         return log.isEnabledFor(logging.DEBUG)
