@@ -8,19 +8,31 @@ namespace {
 constexpr int64_t kImproveRounds = 6;  // of another order for the hops of the best plan
 constexpr int64_t kUrgeRounds = 12;
 
-// No schedule of a draft ends before its busiest port: cheaper to know than the schedule.
-int64_t busiest_port_ns(const Draft& draft, const Network& network) {
-  std::vector<int64_t> busy(static_cast<size_t>(network.port_count()), 0);
-  int64_t out = 0;
-  for (const Hop& hop : draft.hops) {
+struct PortLoad {
+  int64_t ns = 0;
+  int64_t hops = 0;
+  auto operator<=>(const PortLoad&) const = default;
+};
+
+// No schedule of hops ends before their busiest port: cheaper to know than the schedule.
+PortLoad busiest_port(const std::vector<Hop>& hops, const std::vector<Chunk>& chunks, const Network& network) {
+  std::vector<PortLoad> busy(static_cast<size_t>(network.port_count()));
+  PortLoad out;
+  for (const Hop& hop : hops) {
     const Network::Link link = network.link(network.index(hop.src), network.index(hop.dst));
-    const int64_t nbytes = draft.chunks[static_cast<size_t>(hop.chunk)].nbytes;
+    const int64_t nbytes = chunks[static_cast<size_t>(hop.chunk)].nbytes;
     for (const int32_t port : {link.out, link.in}) {
-      busy[static_cast<size_t>(port)] += transfer_ns(nbytes, network.port_rate(port));
-      out = std::max(out, busy[static_cast<size_t>(port)]);
+      PortLoad& load = busy[static_cast<size_t>(port)];
+      load.ns += transfer_ns(nbytes, network.port_rate(port));
+      ++load.hops;
+      out = std::max(out, load);
     }
   }
   return out;
+}
+
+int64_t busiest_port_ns(const Draft& draft, const Network& network) {
+  return busiest_port(draft.hops, draft.chunks, network).ns;
 }
 
 }  // namespace
@@ -31,6 +43,17 @@ bool BestPlan::may_win(const Draft& draft, const Network& network) const {
 
 bool BestPlan::may_be_good(const Draft& draft, const Network& network) const {
   return may_be_good(busiest_port_ns(draft, network) + network.latency_ns());
+}
+
+bool BestPlan::may_meet_bound(const Draft& draft, const Network& network) const {
+  const PortLoad busiest = busiest_port(draft.hops, draft.chunks, network);
+  return busiest.ns + network.latency_ns() <= plan_.lower_bound_ns + busiest.hops;
+}
+
+bool BestPlan::meets_bound(const Network& network) const {
+  const PortLoad busiest = busiest_port(plan_.hops, plan_.chunks, network);
+  const int64_t least = busiest.ns + network.latency_ns();
+  return plan_.makespan_ns <= least && least <= plan_.lower_bound_ns + busiest.hops;
 }
 
 int64_t BestPlan::offer(Strategy strategy, Draft draft, const Network& network) {

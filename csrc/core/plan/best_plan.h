@@ -52,6 +52,14 @@ class BestPlan {
   // See good_ns.
   bool good() const { return !empty_ && plan_.makespan_ns <= good_ns(plan_.lower_bound_ns); }
 
+  // Whether the plan takes as long as its busiest port, and that as long as the bound, but for the nanosecond
+  // by which the time of each hop is rounded up. No other order of its hops is faster, and hardly any other
+  // hops.
+  bool meets_bound(const Network& network) const;
+
+  // Whether no port has so much to carry that the draft cannot meet the bound in any order.
+  bool may_meet_bound(const Draft& draft, const Network& network) const;
+
   // Whether a plan that takes `least_ns` at least may be good.
   bool may_be_good(int64_t least_ns) const { return least_ns <= good_ns(plan_.lower_bound_ns); }
 

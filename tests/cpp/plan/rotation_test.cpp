@@ -47,6 +47,22 @@ TEST_CASE("in rotation no two sends of a turn share a port", "[plan][rotation]")
   CHECK(made.makespan_ns == 24 * transfer_ns(10 * 20 * 2, 40 * kTenGbit) + 20'000);
 }
 
+TEST_CASE("all ranks with all of them meet the bound, whatever their number", "[plan][rotation]") {
+  for (const int32_t ranks : {12, 17, 24, 31, 40, 48}) {
+    for (const int32_t per_host : {1, 4}) {
+      if (ranks % per_host != 0) continue;
+      const Problem problem{
+          {ranks, 1024 * ranks}, 4, layout({ranks}, 0, {shard(0)}), layout({ranks}, 0, {shard(1)})};
+      const Topology topology = uniform_topology(ranks - 1, per_host, 10 * kTenGbit, 1, 80 * kTenGbit, 20'000);
+      const Plan plan = make_plan({problem}, topology, {});
+      INFO(ranks << " ranks, " << per_host << " on a host");
+      CHECK(PlanChecker(plan).check() == "");
+      // The time of each hop is rounded up; a port carries one for each pair of a rank of its host and another.
+      CHECK(plan.makespan_ns <= plan.lower_bound_ns + per_host * (ranks - per_host));
+    }
+  }
+}
+
 TEST_CASE("ports that do not meet rotate apart", "[plan][rotation]") {
   // Rows to rows: a quarter of the sources goes to four hosts, the next quarter to the next four.
   const Problem problem{{1024, 8}, 2, layout({64}, 0, {shard(0)}), layout({4, 16}, 64, {shard(0), kReplicate})};
