@@ -29,6 +29,7 @@ _MOST = 4096  # stages and micro-batches
 _COUNT = integer(1, _MOST)
 _TIMES = ("forward", "backward", "weight", "transfer")
 _UNIT = "units"  # of times that are simulated: those that --forward and the others are given in
+_ABOUT = "Times are in the unit of --forward, --backward and --transfer. Numbers in bars are micro-batches."
 # Options of a single schedule, with their defaults.
 _OF_ONE = {
     "schedule": "Eager1F1B",
@@ -138,7 +139,8 @@ def run_simulate(arguments: argparse.Namespace) -> int:
             panels = [
                 panel_of(Timeline.simulated(*each, _UNIT)) for each in track(reports, "writing the page")
             ]
-            write_timeline_page(panels, f"{stages} stages, {microbatches} micro-batches", arguments.html)
+            title = f"{stages} stages, {microbatches} micro-batches"
+            write_timeline_page(panels, title, arguments.html, _ABOUT)
     print(json.dumps(figures, indent=2) if arguments.json else text)
     return 0
 
