@@ -118,6 +118,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     if not isinstance(costs["transfer"], float):
         raise LayoutError("--transfer: expected one time")
     network = {name: given[name] for name in ("shared_links", "buffers", "send_model")}
+    figures: Any
     if arguments.compare:
         for name in (name for name, default in _OF_ONE.items() if given[name] != default):
             raise LayoutError(
