@@ -64,5 +64,6 @@ html_theme = "furo"
 html_title = f"meshcast {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["from_files.js"]
 html_copy_source = False
 html_show_sphinx = False

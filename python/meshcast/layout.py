@@ -34,15 +34,17 @@ _WIRE_FIELDS = {"replicate": (), "shard": (1,), "strided_shard": (1, 2), "partia
 _MESH = re.compile(r"(?P<mesh>[0-9]{1,7}(?:x[0-9]{1,7})*)(?:@(?P<first>[0-9]{1,7}))?:(?P<rest>.*)", re.DOTALL)
 _DIMENSIONS = re.compile(r"(?:R|S[0-9]+)*")  # of the tensor
 _PLACEMENT = re.compile(
-    r"\s*(?:(?P<replicate>Replicate\(\))|Shard\((?:dim=)?(?P<shard>-?[0-9]{1,9})\)"
+    r"\s*(?:(?P<replicate>Replicate(?:\(\))?(?![\w(]))|Shard\((?:dim=)?(?P<shard>-?[0-9]{1,9})\)"
     r"|(?P<partial>Partial)\([\"']?(?P<op>[a-z]*)[\"']?\)"
     r"|_StridedShard\((?:dim=)?(?P<strided>-?[0-9]{1,9}), ?(?:split_factor|sf)=(?P<factor>[0-9]{1,18})\))"
     r"\s*(?:,|$)"
 )
+_TORCH_WORDS = re.compile(r"[a-z]{2}|[(\[]")  # in no text of the notation by tensor dimension
 _NOTATION_HELP = (
     "allowed: <mesh>[@first_rank]: and a placement for each mesh dimension, for example "
-    "2x4:Shard(0),Replicate() or 4@8:Partial(sum); or, for each tensor dimension, R or S with the mesh "
-    "dimensions that shard it, for example 2x4:S0R or 1x4@8:S1RR"
+    "2x4:Shard(0),Replicate() or 4@8:Partial(sum); or a letter for each tensor dimension, R or S with "
+    "the mesh dimensions that shard it: 2x4:S1R shards tensor dimension 0 over mesh dimension 1, in "
+    "torch's words 2x4:Replicate(),Shard(0)"
 )
 
 
@@ -165,7 +167,8 @@ class Layout:
 
         Before the colon is the mesh, whose ranks count up in row-major order from `first_rank`, or from the
         number after @. After it is a placement for each mesh dimension, in torch's words: ``Shard(d)``,
-        ``Replicate()``, ``Partial()``, ``Partial(max)``, ``_StridedShard(d, split_factor=n)``.
+        ``Replicate()``, ``Partial()``, ``Partial(max)``, ``_StridedShard(d, split_factor=n)``. The brackets
+        and ``dim=`` that Python prints of a tuple of them are read too.
 
         The notation of arXiv 2211.05322 is read too: for each *tensor* dimension R (not sharded) or S with
         the mesh dimensions that shard it. "2x4:S0RR" is "2x4:Shard(0),Replicate()" for tensors of three
@@ -199,7 +202,7 @@ class Layout:
                 f"layout {checks.shown(text)}: a mesh of {size} ranks; allowed are 1 to {_MAX_RANKS}"
             )
         ranks = range(first, first + size)
-        if "(" in found["rest"]:
+        if _TORCH_WORDS.search(found["rest"]):
             return _rebuild(mesh_shape, ranks, _read_placements(text, found["rest"]))
         placements, ndim = _read_dimensions(text, found["rest"], len(mesh_shape))
         return _rebuild(mesh_shape, ranks, placements, ndim)
@@ -305,8 +308,10 @@ class Layout:
             from . import _C
 
             if self._ndim is not None and ndim != self._ndim:
+                each = "" if self._held else "; the notation of S and R has a letter for each of them"
                 raise LayoutError(
-                    f"{self} describes tensors of {self._ndim} dimensions, but the shape is {tuple(shape)}"
+                    f"{self} describes tensors of {self._ndim} dimensions, but the shape is "
+                    f"{tuple(shape)}{each}"
                 )
             resolved = [self._resolve(i, p, ndim) for i, p in enumerate(self._placements)]
             core = cores[ndim] = _C.Layout(list(self._mesh_shape), self._ranks, resolved, list(self._held))
@@ -445,7 +450,11 @@ def _read_placement(index: int, placement: Any) -> _Placement:
 
 
 def _read_placements(text: str, rest: str) -> tuple[_Placement, ...]:
-    """The placements that are written in `rest`, which is a part of `text`."""
+    """The placements that are written in `rest`, which is a part of `text`; also in the brackets that Python
+    prints around a list or tuple of them."""
+    rest = rest.strip()
+    if rest[:1] + rest[-1:] in ("[]", "()"):
+        rest = rest[1:-1].strip()
     placements: list[_Placement] = []
     at = 0
     while at < len(rest):
@@ -455,7 +464,7 @@ def _read_placements(text: str, rest: str) -> tuple[_Placement, ...]:
             raise LayoutError(
                 f"layout {checks.shown(text)}: {checks.shown(rest[at:].strip())} is no list of Shard(dim), "
                 f"Replicate(), Partial(op) with op one of {', '.join(_REDUCE_OPS)}, or _StridedShard(dim, "
-                "split_factor=n)"
+                "split_factor=n); write one for each mesh dimension, for example 2x4:Shard(0),Replicate()"
             )
         if found["replicate"]:
             placements.append(_REPLICATE)

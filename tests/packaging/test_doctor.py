@@ -12,6 +12,7 @@ from pathlib import Path
 import meshcast
 import pytest
 import torch
+from meshcast.base import settings
 from meshcast.base.settings import network_links
 from meshcast.cli import doctor
 
@@ -82,6 +83,39 @@ def test_a_variable_that_makes_calls_fail_is_reported(
     assert [each for each in report["problems"] if each.startswith(f"every call: {expected}")]
     assert report["verdict"] == "meshcast plans here, but an environment variable makes its calls fail"
     assert report["environment"][name] == value
+
+
+def test_ucx_that_is_asked_for_and_not_there_makes_calls_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unasked, messages travel over gloo."""
+    monkeypatch.setenv("MESHCAST_UCX", "/nowhere/libucp.so.0")
+    for transport, start in (("ucx", "every call"), ("auto", "messages over UCX"), ("gloo", "")):
+        monkeypatch.setenv("MESHCAST_TRANSPORT", transport)
+        problems: list[str] = []
+        assert doctor._between_hosts(problems) == {"ucx": "cannot be used"}
+        assert [problem.partition(":")[0] for problem in problems] == [start] * bool(start)
+        assert all("/nowhere/libucp.so.0" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("MESHCAST_CUDA_TRANSPROT", "is MESHCAST_CUDA_TRANSPORT meant?"),
+        ("MESHCAST_IFNAME", "is MESHCAST_IFNAMES meant?"),
+        ("meshcast_shm", "is MESHCAST_SHM meant?"),
+        ("MESHCAST_COLOUR", "docs/environment.md lists all of them"),
+    ],
+)
+def test_strangers_are_named_with_the_nearest_name(
+    name: str, meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "1")
+    assert f"{name} is no variable of meshcast: {meant}" in settings.problems()
+
+
+def test_variables_of_builds_and_tests_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MESHCAST_CUDA", "MESHCAST_FAULT", "MESHCAST_TEST_SEED"):
+        monkeypatch.setenv(name, "1")
+    assert settings.problems() == []
 
 
 def test_a_misspelt_variable_is_reported(

@@ -14,8 +14,11 @@ from difflib import get_close_matches
 from pathlib import Path
 
 _MOST_INTERFACES = 16
+_PREFIX = "MESHCAST_"
 _SYSFS = Path("/sys/class/net")
-_OTHERS = ("MESHCAST_CUDA", "MESHCAST_FAULT", "MESHCAST_TEST_")  # of builds and of the project's own tests
+# Of builds and of the project's own tests.
+_OTHERS = ("MESHCAST_CUDA", "MESHCAST_FAULT", "MESHCAST_FAULT_SECONDS")
+_OTHER_PREFIX = "MESHCAST_TEST_"
 
 
 @dataclass(frozen=True)
@@ -183,11 +186,14 @@ ALL = (
 def problems() -> list[str]:
     """Returns a sentence for each variable that is set wrongly, and for each misspelt name."""
     found = [problem for each in ALL if (problem := each.problem())]
-    known = [each.name for each in ALL]
+    known = [each.name.removeprefix(_PREFIX) for each in ALL]
     for name in sorted(os.environ):
-        if name.startswith("MESHCAST_") and name not in known and not name.startswith(_OTHERS):
-            meant = get_close_matches(name, known, 1)
-            found.append(f"{name} is no variable of meshcast" + (f": is {meant[0]} meant?" if meant else ""))
+        ours = name.upper().startswith(_PREFIX) and name not in _OTHERS and not name.startswith(_OTHER_PREFIX)
+        if ours and name not in (each.name for each in ALL):
+            # Without what all of them have in common, which would make any name near.
+            meant = get_close_matches(name[len(_PREFIX) :].upper(), known, 1)
+            remedy = f"is {_PREFIX}{meant[0]} meant?" if meant else "docs/environment.md lists all of them"
+            found.append(f"{name} is no variable of meshcast: {remedy}")
     return found
 
 

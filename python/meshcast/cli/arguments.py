@@ -13,7 +13,7 @@ from typing import TypeVar
 from ..base import checks
 from ..errors import LayoutError, MeshcastError
 
-__all__ = ["PICTURES", "choice", "integer", "named", "number", "output", "reads", "times"]
+__all__ = ["PICTURES", "choice", "integer", "named", "number", "output", "reads", "times", "writes"]
 
 PICTURES, _PAGES = (".png", ".svg", ".pdf"), (".html", ".htm")
 
@@ -42,6 +42,20 @@ def named(option: str) -> Iterator[None]:
         raise LayoutError(f"{option}: {_text(error)}") from None
 
 
+@contextmanager
+def writes(option: str, path: Path) -> Iterator[None]:
+    """Around the writing of an option's file, which fails where the disk is full, for one. Raises what is
+    wrong with the content as LayoutError, and what is wrong with the file as MeshcastError."""
+    try:
+        yield
+    except LayoutError as error:
+        raise LayoutError(f"{option}: {error}") from None
+    except MeshcastError as error:
+        raise MeshcastError(f"{option}: {error}") from None
+    except OSError as error:
+        raise MeshcastError(f"{option}: cannot write {path}: {error.strerror or error}") from None
+
+
 def _text(error: Exception) -> str:
     if not isinstance(error, OSError):
         return str(error)
@@ -57,8 +71,8 @@ def output(suffixes: Sequence[str] = _PAGES) -> Callable[[str], Path]:
             raise LayoutError(f"{checks.shown(text)}: allowed suffixes are {', '.join(suffixes)}")
         if path.is_dir():
             raise LayoutError(f"{path} is a folder")
-        there = path if path.exists() else path.parent
-        if not there.exists():
+        there = path if path.parent.is_dir() and path.exists() else path.parent
+        if there is not path and not there.is_dir():
             raise LayoutError(f"cannot write {path}: there is no folder {path.parent}")
         if not os.access(there, os.W_OK):
             raise LayoutError(f"cannot write {path}: permission denied")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from datetime import timedelta
@@ -13,12 +14,20 @@ from ..errors import LayoutError
 if TYPE_CHECKING:
     from ..bench.cases import Case
 
+_LISTED = ("name", "group", "shape", "notation")
+_MOST_SECONDS = 3600
+_LEGEND = (
+    "S and R are of tensor dimensions: in 2x4:S1RR mesh dimension 1 shards tensor dimension 0, in "
+    "torch's words 2x4:Replicate(),Shard(0)"
+)
+
 
 def bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("case", nargs="*", help="names of cases or of groups of cases; none: list them")
     parser.add_argument("--methods", help="columns of the table, separated by commas (default: all)")
     parser.add_argument("--seconds", type=float, default=0.3, help="what bounds are cut down to (0.3)")
     parser.add_argument("--repeats", type=int, default=5, help="measured rounds (5)")
+    parser.add_argument("--json", action="store_true", help="print the cases, or what was measured, as JSON")
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
@@ -27,8 +36,12 @@ def run_bench(arguments: argparse.Namespace) -> int:
     from ..bench.methods import METHODS
 
     if not arguments.case:
+        if arguments.json:
+            print(json.dumps([{name: getattr(case, name) for name in _LISTED} for case in CASES], indent=2))
+            return 0
         for case in CASES:
             print(f"{case.name:<36} {case.group:<11} {case.notation}")
+        print(_LEGEND)
         return 0
     try:
         cases = find(arguments.case)
@@ -38,9 +51,9 @@ def run_bench(arguments: argparse.Namespace) -> int:
     for method in methods:
         if method not in METHODS:
             raise LayoutError(f"--methods: unknown {method!r}; known are {', '.join(METHODS)}")
-    if arguments.seconds <= 0 or arguments.repeats < 1:
-        raise LayoutError("--seconds and --repeats must be positive")
-    world = int(os.environ.get("WORLD_SIZE", "0"))
+    if not 0 < arguments.seconds <= _MOST_SECONDS or arguments.repeats < 1:
+        raise LayoutError(f"--seconds must be above 0, at most {_MOST_SECONDS}, and --repeats 1 or more")
+    world = int(os.environ.get("WORLD_SIZE") or "0")
     needed = max(case.ranks[-1] for case in cases) + 1
     if world < needed:
         raise LayoutError(f"these cases need {needed} ranks, {world or 'no'} were started: use torchrun")
@@ -56,17 +69,20 @@ def _measure(cases: list[Case], methods: list[str], arguments: argparse.Namespac
     from ..resharding.measure import measure_topology
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
-    wrong = 0
+    wrong, everything = 0, []
     try:
         topology = measure_topology()
         first = dist.get_rank() == 0
-        if first:
+        if first and not arguments.json:
             print(f"# {topology!r}", flush=True)
         for case in track(cases, "cases", ticks=False):
             found = measure(case.scaled(topology, arguments.seconds), topology, methods, arguments.repeats)
             wrong += sum(found["wrong_bytes"].values())
-            if first:
+            everything.append(found)
+            if first and not arguments.json:
                 print(details(found), flush=True)
+        if first and arguments.json:
+            print(json.dumps({"topology": json.loads(topology.to_json()), "cases": everything}, indent=2))
     finally:
         dist.destroy_process_group()
     if wrong:

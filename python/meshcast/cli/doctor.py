@@ -200,13 +200,20 @@ def _between_hosts(problems: list[str]) -> dict[str, str]:
         return {"ucx": "unknown, since meshcast cannot be imported"}
     from meshcast.groups import network
 
+    settings = _base("settings")
+    names, _ = network.interfaces()
     try:
         library = network.library()
-        version = network.plane((), 60).version
+        version = network.plane(names, 60).version
     except Exception as error:
-        problems.append(f"messages over UCX: {error}; they travel over gloo")
+        if settings.TRANSPORT.text() == "ucx":
+            problems.append(
+                f"every call: {error}; {settings.TRANSPORT.name} is ucx, so nothing takes its place"
+            )
+        elif settings.TRANSPORT.text() != "gloo":
+            problems.append(f"messages over UCX: {error}; they travel over gloo")
         return {"ucx": "cannot be used"}
-    named = _base("settings").IFNAMES.text() or os.environ.get("UCX_NET_DEVICES")
+    named = ", ".join(names) or os.environ.get("UCX_NET_DEVICES")
     return {
         "ucx": f"{version} ({library})",
         "devices": named or network.device_names() or "UCX chooses, RDMA among them",

@@ -18,7 +18,7 @@ from ..pages.page import write_plan_page
 from ..planning.plan import BALANCES, STRATEGIES, Plan, plan
 from ..planning.show import time_text
 from ..topology import Topology
-from .arguments import PICTURES, choice, named, number, output, reads
+from .arguments import PICTURES, choice, named, number, output, reads, writes
 
 _TOPOLOGY: dict[str, Any] = {
     "ranks_per_host": 8,
@@ -29,16 +29,26 @@ _TOPOLOGY: dict[str, Any] = {
 }
 
 
+_LAYOUTS = (
+    "A LAYOUT is a mesh, @ and its first rank if that is not 0, and after a colon DTensor's placement "
+    "for each dimension of the mesh: Shard(d), Replicate(), Partial(), Partial(max), _StridedShard(d, "
+    "split_factor=n). Or, shorter, a letter for each dimension of the tensor: R is not sharded, S has "
+    "the mesh dimensions that shard it. 2x4:S1R is 2x4:Replicate(),Shard(0): mesh dimension 1 shards "
+    'tensor dimension 0. Or the boxes of each rank as JSON: {"0": [[[0, 4], [0, 8]]]}. Quote what has '
+    "brackets, for the shell."
+)
+
+
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     required: Any = functools.partial(parser.add_argument, required=True)
     required("--shape", type=_shape, metavar="N,N,...", help="sizes of the tensor; '' for a scalar")
-    required("--dtype", type=_dtype, help="torch dtype by name: float32, bfloat16, int32, ...")
-    source = (
-        "source: mesh, @ first rank, : a placement for each mesh dimension, e.g. "
-        "2x4:Shard(0),Replicate(); or S and R for each tensor dimension, e.g. 2x4:S0RR, where mesh "
-        'dimension 0 shards tensor dimension 0; or boxes by rank, e.g. {"0": [[[0, 4], [0, 8]]]}'
+    required("--dtype", type=_dtype, help="torch dtype by name: float32 or fp32, bfloat16 or bf16, ...")
+    parser.epilog = _LAYOUTS
+    source, destination = (
+        "source, e.g. 2x4:Shard(0),Replicate()",
+        "destination, e.g. 3x4@8:Shard(0),Replicate()",
     )
-    for option, text in (("--src", source), ("--dst", "destination, e.g. 3x4@8:Shard(0),Replicate()")):
+    for option, text in (("--src", source), ("--dst", destination)):
         required(option, type=_layout, metavar="LAYOUT", help=text)
     add = parser.add_argument_group("topology").add_argument
     text = "JSON of Topology.to_json; excludes the options below"
@@ -81,7 +91,10 @@ def run_plan(arguments: argparse.Namespace) -> int:
             "--html": arguments.html,
         }
         for option in (each for each, given in chosen.items() if given):
-            raise LayoutError(f"{option}: not allowed with --compare, which prints a table of all strategies")
+            raise LayoutError(
+                f"{option}: not allowed with --compare, which prints a table of all strategies; choose one "
+                "of them and plan again without --compare"
+            )
     shape, src, dst = arguments.shape, arguments.src, arguments.dst
     for option, layout in (("--src", src), ("--dst", dst)):
         with named(option):
@@ -105,10 +118,10 @@ def run_plan(arguments: argparse.Namespace) -> int:
     with Progress("planning"):
         result = made(arguments.strategy)
     if arguments.draw is not None:
-        with named("--draw"), Progress("drawing"):
+        with writes("--draw", arguments.draw), Progress("drawing"):
             result.draw(arguments.draw)
     if arguments.html is not None:
-        with named("--html"), Progress("writing the page"):
+        with writes("--html", arguments.html), Progress("writing the page"):
             write_plan_page(result, arguments.html)
     print(result.to_json() if arguments.json else result.describe())
     return 0

@@ -21,7 +21,7 @@ from ..base.observe import FORMAT, SOCKETS, ask
 from ..base.progress import Progress, track
 from ..errors import LayoutError, MeshcastError
 from ..pages.page import PageBar, PagePanel, write_timeline_page
-from .arguments import named, output
+from .arguments import output, writes
 
 __all__ = ["check_one_job", "dump_arguments", "explain_arguments", "run_dump", "run_explain"]
 
@@ -249,6 +249,8 @@ def _clock(seconds: float) -> str:
 
 # What a rank raises because of another one.
 _FOLLOW = ("AbortedError", "PeerLostError", "DeadlineExceededError", "PlanMismatchError")
+# In what a rank raises that cannot connect with another: interfaces are the reason only where that one lives.
+_UNREACHABLE = "no way to the peer"
 
 
 @dataclass(frozen=True)
@@ -299,7 +301,8 @@ def _open_calls(record: Record) -> list[RecordedCall]:
     """Returns the calls that have not ended or, where there are none, those that failed and were not followed
     by a call that ended: programs continue after a refused call, which then explains nothing."""
     ended = max((call.begun for call in record.calls if call.state == "ended"), default=float("-inf"))
-    unfinished = [call for call in record.calls if call.state == "unfinished"]
+    # A program that came to its end waits in no call, though it may never have asked whether one ended.
+    unfinished = [call for call in record.calls if call.state == "unfinished" and not record.ended]
     return unfinished or [call for call in record.calls if call.state == "failed" and call.begun >= ended]
 
 
@@ -342,7 +345,15 @@ def _cause(
         return f"rank {rank} ended with {_first_line(end.error)}{where}"
     failed = [call for call in still if call.state == "failed"]
     failed.sort(key=lambda call: call.begun + (call.seconds or 0.0))
-    refused = [call for call in failed if not call.error.startswith(_FOLLOW)]
+    gone = {*silent, *(rank for rank, record in records.items() if record.ended or record.exception)}
+    unreachable = [
+        call for call in failed if _UNREACHABLE in call.error and gone & ({*call.ranks} - {call.rank})
+    ]
+    refused = [
+        call
+        for call in failed
+        if not call.error.startswith(_FOLLOW) and call not in unreachable and not records[call.rank].ended
+    ]
     if refused:
         call = refused[0]
         return f"rank {call.rank} raised in {call.name}, at {call.site}: {_first_line(call.error)}"
@@ -355,11 +366,18 @@ def _cause(
             for rank, other in zip(circle, [*circle[1:], circle[0]], strict=True)
         )
         return f"ranks wait for each other in different calls: {text}"
-    lost = [call for call in failed if call.error.startswith("PeerLostError") and call.peer is not None]
+    peers = [(call.peer, call) for call in failed if call.error.startswith("PeerLostError")]
+    peers += [(min(gone & {*call.ranks} - {call.rank}), call) for call in unreachable]
+    lost = [(peer, call) for peer, call in peers if peer is not None]
+    # A rank whose program came to its end has completed what it was asked: others come first.
+    lost.sort(key=lambda each: each[0] in records and records[each[0]].ended)
     if lost:
-        peer = lost[0].peer
+        peer, first = lost[0]
         if peer in records and records[peer].ended:
-            return f"{_ended(records[peer])}, while {_callers(lost)} called {lost[0].name}"
+            state = next((call.state for call in records[peer].calls if call.place == first.place), "")
+            completed = " (it had completed that call)" if first.place and state == "ended" else ""
+            callers = _callers([call for _, call in lost if call.place == first.place])
+            return f"{_ended(records[peer])}, while {callers} called {first.name}{completed}"
         said = "it wrote no record" if peer in silent else "it wrote a record"
         return f"rank {peer} was lost: {said}, so it was killed or its connections broke; read its own output"
     return _missing(records, waits, silent) or (f"{failed[0].name}: {failed[0].error}" if failed else "")
@@ -380,6 +398,11 @@ def _missing(records: dict[int, Record], waits: dict[int, Wait], silent: tuple[i
             )
             continue
         record = records[rank]
+        if wait.here:  # all of its ranks have made it
+            now = "its program came to its end" if record.ended else f"its main thread is at {record.at}"
+            there = "where it has not ended either" if rank in waits else "which has ended there"
+            texts.append(f"rank {wait.call.rank} waits for rank {rank} in {wait.call.name}, {there}; {now}")
+            continue
         if record.ended:
             texts.append(f"{_ended(record)}, and has not made {wait.call.name}")
             continue
@@ -396,6 +419,8 @@ def _callers(calls: Sequence[RecordedCall]) -> str:
 
 def _ended(record: Record) -> str:
     last = f"after {record.calls[-1].name}" if record.calls else "without a call"
+    if record.calls and record.calls[-1].state == "failed":
+        last += f", which failed with {_first_line(record.calls[-1].error)}"
     return f"the program of rank {record.rank} came to its end {last}"
 
 
@@ -449,7 +474,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
     found = find(records)
     text = "\n".join(_lines(records, found))
     if arguments.html is not None:
-        with named("--html"):
+        with writes("--html", arguments.html):
             panel = _panel(records)
             with Progress("writing the page"):
                 write_timeline_page(
@@ -581,6 +606,7 @@ def dump_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="wait so long for each (default: 10)",
     )
+    parser.add_argument("--json", action="store_true", help="print the processes and their records as JSON")
 
 
 def _seconds(text: str) -> float:
@@ -610,11 +636,16 @@ def run_dump(arguments: argparse.Namespace) -> int:
                 lambda each: _write(each, folder, arguments.limit) if each.answers else _SILENT, chosen
             )
         )
-    for process, (path, problem) in zip(chosen, written, strict=True):
-        print(f"{process}: {path or problem}")
     folders = sorted({str(Path(path).parent) for path, _ in written if path})
-    for each in folders:
-        print(f"what they say together: python -m meshcast explain {each}")
+    if arguments.json:
+        names = ("process", "rank", "record", "problem")
+        rows = [(each.number, each.rank, *result) for each, result in zip(chosen, written, strict=True)]
+        print(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2))
+    else:
+        for process, (path, problem) in zip(chosen, written, strict=True):
+            print(f"{process}: {path or problem}")
+        for each in folders:
+            print(f"what they say together: python -m meshcast explain {each}")
     if not folders:
         raise MeshcastError("no record was written")
     return 0

@@ -22,12 +22,22 @@ from ..pipelining.trace import (
     jobs_of_trace,
     read_trace,
 )
-from .arguments import PICTURES, choice, integer, named, output, times
+from .arguments import PICTURES, choice, integer, named, output, times, writes
 from .records import check_one_job
 
 _MOST = 4096  # stages and micro-batches
 _COUNT = integer(1, _MOST)
 _TIMES = ("forward", "backward", "weight", "transfer")
+_UNIT = "units"  # of times that are simulated: those that --forward and the others are given in
+_ABOUT = "Times are in the unit of --forward, --backward and --transfer. Numbers in bars are micro-batches."
+# Options of a single schedule, with their defaults.
+_OF_ONE = {
+    "schedule": "Eager1F1B",
+    "ranks": None,
+    "memory_budget": None,
+    "warmup": None,
+    "delay_weight_grad": False,
+}
 _WIDTH = 150  # characters of a timeline that is printed
 
 # Rows of --compare: label, schedule, options, stages on each rank.
@@ -108,21 +118,31 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     if not isinstance(costs["transfer"], float):
         raise LayoutError("--transfer: expected one time")
     network = {name: given[name] for name in ("shared_links", "buffers", "send_model")}
+    figures: Any
     if arguments.compare:
-        reports = _compare(stages, microbatches, costs, network, arguments.json)
+        for name in (name for name, default in _OF_ONE.items() if given[name] != default):
+            raise LayoutError(
+                f"--{name.replace('_', '-')}: not allowed with --compare, whose rows are schedules with "
+                "options of their own"
+            )
+        figures, text, reports = _compare(stages, microbatches, costs, network)
     else:
         options = {name: given[name] for name in ("ranks", "memory_budget", "warmup", "delay_weight_grad")}
         with named(f"--schedule {arguments.schedule}"), Progress("simulating"):
             report = simulate(arguments.schedule, stages, microbatches, **costs, **network, **options)
-        print(json.dumps(_figures(report), indent=2)) if arguments.json else _print(report, costs)
+        figures, text = _figures(report), _text(report, costs)
         reports = [(f"{arguments.schedule}, {stages} stages, {microbatches} micro-batches", report)]
     if arguments.draw is not None:
-        with named("--draw"), Progress("drawing"):
-            draw_timelines([Timeline.simulated(*each) for each in reports], arguments.draw)
+        with writes("--draw", arguments.draw), Progress("drawing"):
+            draw_timelines([Timeline.simulated(*each, _UNIT) for each in reports], arguments.draw)
     if arguments.html is not None:
-        with named("--html"):
-            panels = [panel_of(Timeline.simulated(*each)) for each in track(reports, "writing the page")]
-            write_timeline_page(panels, f"{stages} stages, {microbatches} micro-batches", arguments.html)
+        with writes("--html", arguments.html):
+            panels = [
+                panel_of(Timeline.simulated(*each, _UNIT)) for each in track(reports, "writing the page")
+            ]
+            title = f"{stages} stages, {microbatches} micro-batches"
+            write_timeline_page(panels, title, arguments.html, _ABOUT)
+    print(json.dumps(figures, indent=2) if arguments.json else text)
     return 0
 
 
@@ -139,23 +159,26 @@ def _figures(report: SimulationReport) -> dict[str, Any]:
     return {name: getattr(report, name) for name in names}
 
 
-def _print(report: SimulationReport, costs: dict[str, Any]) -> None:
-    print(f"makespan            {report.makespan:.6g}")
-    print(f"bubble              {report.bubble_fraction:.1%}")
-    print(f"exposed transfers   {report.exposed_fraction:.1%}")
-    print(f"peak activations    {' '.join(map(str, report.peak_activations))} (micro-batches, of each stage)")
-    print(f"idle                {' '.join(f'{idle:.4g}' for idle in report.idle)} (of each rank)")
+def _text(report: SimulationReport, costs: dict[str, Any]) -> str:
+    lines = [
+        f"makespan            {report.makespan:.6g}",
+        f"bubble              {report.bubble_fraction:.1%}",
+        f"exposed transfers   {report.exposed_fraction:.1%}",
+        f"peak activations    {' '.join(map(str, report.peak_activations))} (micro-batches, of each stage)",
+        f"idle                {' '.join(f'{idle:.4g}' for idle in report.idle)} (of each rank)",
+    ]
     listed = [value for value in costs.values() for value in (value if isinstance(value, list) else [value])]
     if all(value == int(value) for value in (*listed, *(span.start for span in report.timeline))):
         picture = format_timeline(report)
         if max(map(len, picture.splitlines())) <= _WIDTH:
-            print(picture)
+            lines.append(picture)
+    return "\n".join(lines)
 
 
 def _compare(
-    stages: int, microbatches: int, costs: dict[str, Any], network: dict[str, Any], as_json: bool
-) -> list[tuple[str, SimulationReport]]:
-    """A table of all schedules; what it shows, with titles."""
+    stages: int, microbatches: int, costs: dict[str, Any], network: dict[str, Any]
+) -> tuple[list[dict[str, Any]], str, list[tuple[str, SimulationReport]]]:
+    """The figures of all schedules, a table of them, and their reports with titles."""
     free = simulate("1F1B", stages, microbatches, **{**costs, "transfer": 0.0}).makespan
     rows = [[f"{'schedule':<26}", "makespan", "x free 1F1B", " bubble", "exposed", "peak activations"]]
     reports, figures = [], []
@@ -169,12 +192,8 @@ def _compare(
         rows.append([label, makespan, f"{ratio:.3f}", *(f"{part:.1%}" for part in parts), f"{peak:g}"])
         figures.append({"schedule": label, "stages_per_rank": chunks, **_figures(report)})
         reports.append((f"{label}: {makespan}", report))
-    if as_json:
-        print(json.dumps(figures, indent=2))
-    else:
-        print(checks.table(rows, right=range(1, 6)))
-        print(f"{stages} ranks; the last rows have two stages of half the size on each")
-    return reports
+    below = f"{stages} ranks; the last rows have two stages of half the size on each"
+    return figures, f"{checks.table(rows, right=range(1, 6))}\n{below}", reports
 
 
 def _divided(value: Any, chunks: int) -> Any:
@@ -213,10 +232,10 @@ def run_timeline(arguments: argparse.Namespace) -> int:
         raise LayoutError("the traces hold no actions")
     timeline = Timeline.measured(f"measured, {len(arguments.traces)} traces", spans)
     if arguments.output is not None:
-        with named("--output"), Progress("drawing"):
+        with writes("--output", arguments.output), Progress("drawing"):
             draw_timelines([timeline], arguments.output)
     if arguments.html is not None:
-        with named("--html"), Progress("writing the page"):
+        with writes("--html", arguments.html), Progress("writing the page"):
             write_timeline_page([panel_of(timeline)], "A step", arguments.html)
     figures = _spent(timeline, exposed_seconds(spans))
     if arguments.json:

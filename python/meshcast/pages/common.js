@@ -45,10 +45,10 @@ function seconds(value) {
 }
 
 function bytes(value) {
-  for (const [unit, size] of [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) {
-    if (value >= size) return `${digits(value / size)} ${unit}`;
+  for (const [unit, power] of [["TiB", 4], ["GiB", 3], ["MiB", 2], ["KiB", 1]]) {
+    if (value >= 1024 ** power) return `${digits(value / 1024 ** power)} ${unit}`;
   }
-  return `${value} B`;
+  return `${digits(value)} B`;
 }
 
 // Asking the page itself makes it work out its style each time.
@@ -157,6 +157,14 @@ function play(end, begins, text, show, redraw) {
     button.setAttribute("aria-pressed", "true");
     later();
   }
+  // A step of its own by keys: the slider's is 1/10000, so that a pointer moves it smoothly.
+  const keys = { ArrowLeft: -0.01, ArrowDown: -0.01, ArrowRight: 0.01, ArrowUp: 0.01, PageDown: -0.1, PageUp: 0.1 };
+  slider.addEventListener("keydown", (event) => {
+    if (!(event.key in keys) || event.ctrlKey || event.altKey || event.metaKey) return;
+    event.preventDefault();
+    stop();
+    set(time + keys[event.key] * end);
+  });
   slider.addEventListener("input", () => { stop(); set((slider.value / 10000) * end); });
   button.addEventListener("click", () => (last === null ? start() : stop()));
   document.getElementById("forth").addEventListener("click", () => {
@@ -193,6 +201,9 @@ function play(end, begins, text, show, redraw) {
     const picture = document.querySelectorAll(".layers")[index], box = picture.getBoundingClientRect();
     const place = { clientX: box.left + x * box.width, clientY: box.top + y * box.height };
     picture.dispatchEvent(new MouseEvent("mousemove", place));
+  }
+  for (const key of (wanted.get("key") ?? "").split(",").filter(Boolean)) {
+    slider.dispatchEvent(new KeyboardEvent("keydown", { key, cancelable: true }));
   }
   for (const id of (wanted.get("click") ?? "").split(",")) document.getElementById(id)?.click();
   return all;

@@ -90,6 +90,7 @@ def _data(plan: Plan) -> dict[str, Any]:
         hosts.append({"ranks": used, "nics": nics, "local": host.local_rate})
     return {
         "what": _moved(plan),
+        "about": _about(plan),
         "strategy": plan.strategy,
         "makespan": core.makespan_ns,
         "bound": core.lower_bound_ns,
@@ -117,6 +118,30 @@ def _moved(plan: Plan) -> str:
     first = plan.problems[0]
     text = f"{'x'.join(map(str, first.shape)) or 'scalar'} {dtype_name(first.dtype)}"
     return text if len(plan.problems) == 1 else f"{len(plan.problems)} tensors, the first {text}"
+
+
+_MOST_ABOUT = 4  # tensors whose layouts stand on the page
+
+
+def _about(plan: Plan) -> list[tuple[str, str]]:
+    """Rows on what moves: its shape and size, from where, to where, and over what."""
+    rows = []
+    for problem in plan.problems[:_MOST_ABOUT]:
+        nbytes = size_text(checks.total_bytes(problem.shape, problem.dtype))
+        what = f"{'x'.join(map(str, problem.shape)) or 'scalar'} {dtype_name(problem.dtype)}, {nbytes}"
+        rows.append(("tensor", what))
+        for name, layout in (("from", problem.src), ("to", problem.dst)):
+            shapes = sorted(set(layout.local_shapes(problem.shape).values()), reverse=True)
+            each = " or ".join("x".join(map(str, shape)) or "scalar" for shape in shapes[:_MOST_ABOUT])
+            more = f" or {len(shapes) - _MOST_ABOUT} others" if len(shapes) > _MOST_ABOUT else ""
+            ranks = runs_text(tuple(sorted(layout.ranks)))
+            mesh = "" if layout.by_boxes else f"mesh {'x'.join(map(str, layout.mesh_shape))}: "
+            rows.append(
+                (name, f"{mesh}{', '.join(layout.placement_texts)} on ranks {ranks}, each {each}{more}")
+            )
+    if len(plan.problems) > _MOST_ABOUT:
+        rows.append(("tensors", f"and {len(plan.problems) - _MOST_ABOUT} more"))
+    return [*rows, ("topology", repr(plan.topology))]
 
 
 _MOST_BARS = 400_000  # a page of that many has 20 MB

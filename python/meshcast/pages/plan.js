@@ -101,7 +101,7 @@ function drawHosts() {
     context.stroke();
     context.fillStyle = colour("muted");
     context.textAlign = "left";
-    if (box.w > 50) context.fillText(`host ${index}`, box.x + 8, box.y + 13);
+    if (box.w > 40) context.fillText(`host ${index}`, box.x + 8, box.y + 13);
   });
 }
 
@@ -326,8 +326,9 @@ const aggregated = count > MOST_BARS
   : "One colour for each task.";
 const table_ = table(`What each ${what} carries`, [what, "out", "in", "out busy", "in busy"],
   rows.slice(0, MOST_NICS).map((row) => [row.label, ...row.ways.map((way) => bytes(way.bytes)), ...row.ways.map((way) => `${(busy(way) * 100).toFixed(1)} %`)]), [1, 2, 3, 4]);
+const about = make("dl", { class: "about" }, ...data.about.flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
 main.append(
-  table("Figures", figures.map(([name]) => name), [figures.map(([, value]) => value)]),
+  about, table("Figures", figures.map(([name]) => name), [figures.map(([, value]) => value)]),
   make("h2", {}, "Chunks on their way"), caption, map.element,
   make("p", {}, "A rank's circle fills with what it receives."),
   make("h2", {}, `What each ${what} carries`),
@@ -360,4 +361,4 @@ Object.assign(document.body.dataset, {
   busy: JSON.stringify(rows.map((row) => row.ways.map((way) => Math.round(way.bytes)))),
 });
 const begins = Float64Array.from(new Set(hops.start)).sort();
-play(data.makespan, begins, (now) => `${time(now)} of ${time(data.makespan)}`, show, () => { drawHosts(); drawChart(); });
+play(data.makespan, begins, (now) => `at ${time(now)}; all has come at ${time(data.makespan)}`, show, () => { drawHosts(); drawChart(); });

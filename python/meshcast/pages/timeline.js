@@ -178,8 +178,8 @@ Object.assign(document.body.dataset, {
   makespans: JSON.stringify(panels.map((panel) => panel.makespan)), bars: panels.reduce((sum, panel) => sum + panel.bars.length, 0),
 });
 const moments = scaled();
-const unit = panels[0]?.unit ?? "";
-all = play(1, moments, (part) => `${number(part * end)}${unit ? ` ${unit}` : ""} of ${number(end)}`, (part) => show(part * end), redraw);
+const withUnit = (value) => `${number(value)}${panels[0]?.unit ? ` ${panels[0].unit}` : ""}`;
+all = play(1, moments, (part) => `at ${withUnit(part * end)}; the ${shown.length > 1 ? "longest " : ""}ends at ${withUnit(end)}`, (part) => show(part * end), redraw);
 for (const select of choices) {
   select.addEventListener("change", () => { choose(); moments.set(scaled()); all(); });
 }

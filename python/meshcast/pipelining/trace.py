@@ -409,6 +409,8 @@ def draw_timelines(timelines: Sequence[Timeline], path: str | Path) -> None:
         used |= _draw(axes, timeline, count, end)
     grid[-1, 0].set_xlabel(f"time{f' [{timelines[-1].unit}]' if timelines and timelines[-1].unit else ''}")
     handles = [Patch(facecolor=tone, label=name) for kind, (tone, name) in _STYLES.items() if kind in used]
+    if any(kind in used for kind in ("F", "B", "I", "W")):
+        handles.append(Patch(facecolor="none", label="number: micro-batch"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles) or 1, frameon=False)
     figure.savefig(path, dpi=140)
 

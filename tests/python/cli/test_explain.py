@@ -73,6 +73,47 @@ def test_a_rank_whose_program_came_to_its_end(tmp_path: Path, capsys: pytest.Cap
     assert cause(tmp_path, capsys) == f"{begin}, while ranks 0,2 called reshard call 1 of 0-2"
 
 
+def test_a_rank_that_completed_is_not_blamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It made the call that others wait in, left a handle alone, or caught what it raised."""
+    write(tmp_path, 0, call(0), call(1, "unfinished", peer=2))
+    write(tmp_path, 1, call(0), call(1, "unfinished", peer=2))
+    write(tmp_path, 2, call(0), call(1), ended=True)
+    expected = "first cause: rank 0 waits for rank 2 in reshard call 1 of 0-2, which has ended there"
+    assert cause(tmp_path, capsys) == f"{expected}; its program came to its end"
+    write(tmp_path, 2, call(0), call(1), call(2, "unfinished"), ended=True)
+    write(tmp_path, 0, call(0), call(1))
+    write(tmp_path, 1, call(0), call(1))
+    assert cause(tmp_path, capsys) == "no call failed or waits"
+    refused = call(2, "failed", error="LayoutError: bad shard") | {"position": None, "ranks": ()}
+    write(tmp_path, 2, call(0), call(1), refused, ended=True)
+    write(tmp_path, 0, call(0), call(1), call(2, "unfinished", ranks=(0, 1)))
+    assert cause(tmp_path, capsys).startswith("first cause: rank 1 has not made reshard call 2 of 0-2")
+
+
+def test_a_killed_rank_comes_before_one_that_completed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, 0, call(0), call(1, "failed", error="PeerLostError: rank 2 is lost", peer=2))
+    later = call(1, "failed", error="PeerLostError: rank 1 is lost", peer=1, begun=1002.0)
+    write(tmp_path, 2, call(0), ended=True)
+    write(tmp_path, 3, call(0), later, world=3)
+    assert cause(tmp_path, capsys).startswith("first cause: rank 1 was lost: it wrote no record")
+
+
+def test_interfaces_explain_only_what_a_living_rank_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """UCX finds no way to a peer that has ended either."""
+    error = (
+        "MeshcastError: UCX 1.22: no way to the peer from lo: it has ended, or the interface does not lead"
+    )
+    for rank in (0, 1):
+        write(tmp_path, rank, call(0), call(1, "failed", error=error))
+    assert cause(tmp_path, capsys).startswith("first cause: rank 2 was lost: it wrote no record")
+    write(tmp_path, 2, call(0), call(1, "failed", error="AbortedError: by rank 0", peer=0))
+    assert "no way to the peer from lo" in cause(tmp_path, capsys)
+
+
 def test_ranks_that_disagree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (0, 2):
         write(tmp_path, rank, call(3, "unfinished"), call(4, "unfinished", what="later"))

@@ -88,6 +88,48 @@ def test_torchs_words_and_short_names(capsys: pytest.CaptureFixture[str]) -> Non
     assert words == capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2x4:[Shard(dim=0), Replicate()]",
+        "2x4:(Shard(dim=0), Replicate())",
+        "2x4:Shard(0),Replicate",
+        "2x4:S0RR",
+    ],
+)
+def test_layouts_as_python_prints_them(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for source in (text, "2x4:Shard(0),Replicate()"):
+        assert main(_argv(src=source)) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1]
+
+
+def test_results_follow_files_and_a_full_disk_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is printed before the files are written: stdout has the whole result, or none of it."""
+    simulated = ["simulate", "--stages", "2", "--microbatches", "2"]
+    for argv in (_argv(), simulated, [*simulated, "--compare", "--json"]):
+        for option, suffix in (("--html", "html"), ("--draw", "svg")):
+            full = tmp_path / f"full.{suffix}"
+            full.unlink(missing_ok=True)
+            full.symlink_to("/dev/full")
+            assert main([*argv, option, str(full)]) == 1
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert err.endswith(f"error: {option}: cannot write {full}: No space left on device\n")
+
+
+def test_cases_of_bench_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 0
+    *rows, legend = capsys.readouterr().out.splitlines()
+    assert "2x4:Replicate(),Shard(0)" in legend
+    assert main(["bench", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in found] == [row[:36].strip() for row in rows]
+
+
 def test_scalar_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(_argv(shape="", src="2:", dst="2@2:")) == 0
     assert "scalar int32" in capsys.readouterr().out
@@ -133,7 +175,21 @@ BAD = [
     ([*_argv(draw="plan.png"), "--compare"], ["--draw", "--compare"]),
     ([*_argv(html="plan.html"), "--compare"], ["--html", "--compare"]),
     (_argv(src="2x4:Shard(0)"), ["--src", "1 placements", "2 dimensions"]),
-    (_argv(src="2x4:Shard(0),Replica()"), ["--src", "Replica()", "Replicate()"]),
+    (_argv(src="2x4:Shard(0),Replica()"), ["--src", "Replica()", "2x4:Shard(0),Replicate()"]),
+    (_argv(src="2x4:shard(0),replicate()"), ["--src", "'shard(0),replicate()'", "2x4:Shard(0),Replicate()"]),
+    (_argv(src="2x4:S(0),R"), ["--src", "'S(0),R'", "Shard(dim)"]),
+    (_argv(src="2x4:S9x"), ["--src", "2x4:S1R shards tensor dimension 0 over mesh dimension 1"]),
+    (_argv(src="2x4:S1R"), ["--src", "2 dimensions", "a letter for each of them"]),
+    (_argv(html=f"{__file__}/plan.html"), ["--html", "there is no folder"]),
+    (
+        ["simulate", "--stages", "2", "--microbatches", "2", "--compare", "--warmup", "1"],
+        ["--warmup", "--compare"],
+    ),
+    (
+        ["simulate", "--stages", "2", "--microbatches", "2", "--compare", "--schedule", "GPipe"],
+        ["--schedule", "--compare"],
+    ),
+    (["bench", "n-to-m", "--seconds", "nan"], ["--seconds"]),
     (
         ["simulate", "--stages", "2", "--microbatches", "2", "--html", "/nowhere/s.html"],
         ["--html", "no folder"],

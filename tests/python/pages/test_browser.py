@@ -101,6 +101,40 @@ def test_buttons(plan_page: Path) -> None:
     assert 'data-theme="dark"' in opened(plan_page, "theme=light&click=theme").text
 
 
+def test_arrow_keys_move_time_by_a_hundredth(plan: Plan, plan_page: Path) -> None:
+    whole = round(plan.makespan * 1e9)
+    for keys, part in (
+        ("ArrowRight", 0.51),
+        ("ArrowLeft,ArrowDown", 0.48),
+        ("PageUp", 0.6),
+        ("ArrowUp", 0.51),
+    ):
+        dom = opened(plan_page, f"t=0.5&key={keys}")
+        assert float(dom["time"]) == pytest.approx(part * whole, rel=1e-3)
+    now = re.search(r'<output id="now"[^>]*>([^<]*)<', opened(plan_page, "t=0").text)
+    assert now is not None
+    assert re.fullmatch(r"at 0 us; all has come at [0-9.]+ ms", now[1])
+
+
+@pytest.mark.parametrize("kind", ["plan", "schedules"])
+def test_nothing_is_wider_than_a_telephone(kind: str, plan_page: Path, tmp_path: Path) -> None:
+    """The body has 390 pixels, since a window may not be so narrow; tables scroll by themselves."""
+    page = plan_page
+    if kind == "schedules":
+        page = tmp_path / "schedules.html"
+        panels = [panel_of(Timeline.simulated("Eager1F1B " * 9, simulate("Eager1F1B", 4, 8), "units"))] * 3
+        write_timeline_page(panels, "A" * 200, page, "word " * 50)
+    script = (
+        "<script>addEventListener('load', () => { document.body.dataset.wide = [...document.querySelectorAll("
+        "'body *')].filter((one) => one.getBoundingClientRect().right > 391 && !one.closest('.scroll'))"
+        ".map((one) => one.tagName).join() })</script></body>"
+    )
+    text = page.read_text().replace("</body>", script)
+    page = tmp_path / "measured.html"
+    page.write_text(text.replace("<body", '<body style="width: 390px; margin: 0"', 1))
+    assert opened(page)["wide"] == ""
+
+
 def test_pointing_at_a_hop_says_what_it_is(plan: Plan, plan_page: Path) -> None:
     """At the middle of the chart's time, in the row that host 0's first NIC sends by."""
     height = 6 + 10 * 30 + 26  # ten NICs

@@ -62,6 +62,12 @@ def test_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sizes == [expected["chunks"][chunk][2] for chunk in expected["hops"]["chunk"]]
     tasks = [expected["pieces"][expected["chunks"][chunk][0]][1] for chunk in expected["hops"]["chunk"]]
     assert data["hops"]["task"] == tasks
+    assert data["about"] == [
+        ["tensor", "64x64x8 int32, 128 KiB"],
+        ["from", "mesh 2x4: Shard(0), Replicate() on ranks 0-7, each 32x64x8"],
+        ["to", "mesh 3x4: Shard(0), Replicate() on ranks 8-19, each 22x64x8 or 20x64x8"],
+        ["topology", repr(Topology.uniform(4, 10))],
+    ]
     assert [host["ranks"] for host in data["hosts"]] == [list(range(4 * h, 4 * h + 4)) for h in range(5)]
     assert [data["host_of"][rank] for rank in range(20)] == [rank // 4 for rank in range(20)]
 
@@ -72,6 +78,8 @@ def test_schedules(tmp_path: Path) -> None:
     assert main([*argv, "--html", str(page)]) == 0
     panels = data_of(page)["panels"]
     assert len(panels) == 10
+    assert {panel["unit"] for panel in panels} == {"units"}
+    assert "unit of --forward" in data_of(page)["text"]
     report = simulate("Eager1F1B", 4, 8, transfer=0.5)
     eager = panels[3]
     assert eager["title"] == f"Eager1F1B: {report.makespan:.6g}"
