@@ -51,6 +51,11 @@ class PythonTransfer final : public Transfer {
   // Whether the shards are what is expected, on CPUs, and need nothing done before they are moved. Where not,
   // who called finds out why.
   bool fit(const OptionalTensors& source, const OptionalTensors& destination) const;
+  // Whether this rank has a shard of that tensor at either end.
+  bool holds(size_t index) const { return index < source_.size() && source_[index].shape.has_value(); }
+  bool receives(size_t index) const {
+    return index < destination_.size() && destination_[index].shape.has_value();
+  }
   std::shared_ptr<Flight> new_flight(bool reverse) const;  // with the lock of the interpreter
   std::shared_ptr<PyObject> facts(bool reverse) const;     // null before it is compiled
   // That of one direction, with `moved`, by peer, where it has none yet.
@@ -97,6 +102,16 @@ class Call : public Start {
   // `tensor` was written.
   void copy_at_end(at::Tensor to, at::Tensor from) { copied_.emplace_back(std::move(to), std::move(from)); }
   void wrote(at::Tensor tensor) { written_.push_back(std::move(tensor)); }
+  // A source, as it is now: who waits learns whether it was changed meanwhile. A tensor made in inference mode
+  // does not count what is written on it.
+  void watch(at::Tensor source);
+  // The first such source that was changed, with its version when it was given.
+  std::optional<std::pair<at::Tensor, uint32_t>> changed() const;
+  // wait_for_all(), and lets go of the sources. False where one was changed before the end, after which nothing
+  // is waited for, or in the wait.
+  bool wait_unchanged();
+  bool completes();                                          // is_completed(), and notes what the next one says
+  bool ended_unchanged() const { return ended_unchanged_; }  // as completes() has found
   // On the thread that settles it; at once where it is settled.
   void when_settled(py::function call);
   // Null where nothing of the source can be read after the call was made.
@@ -139,6 +154,9 @@ class Call : public Start {
   std::optional<std::list<std::shared_ptr<Call>>::iterator> flies_;  // among those that nobody has waited for
   std::vector<std::pair<at::Tensor, at::Tensor>> copied_;
   std::vector<at::Tensor> written_;
+  mutable std::mutex watch_mutex_;  // whoever holds it waits for nothing
+  std::vector<std::pair<at::Tensor, uint32_t>> watched_;
+  std::atomic<bool> ended_unchanged_{false};
   std::mutex finish_mutex_;
   bool finished_ = false;
   std::mutex calls_mutex_;

@@ -3,6 +3,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 #include <pybind11/functional.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include "binding/call.h"
 #include "common/of_process.h"
@@ -240,6 +241,37 @@ void Call::wait_for_all() {
   if (flight->ended(waiting, sums().seconds)) note_end(*flight);
   if (group_->has_news())
     if (const auto news = group_->take_news()) throw Error(*news);
+}
+
+void Call::watch(at::Tensor source) {
+  if (source.is_inference()) return;
+  const uint32_t version = source.unsafeGetTensorImpl()->version_counter().current_version();
+  const std::lock_guard lock(watch_mutex_);
+  watched_.emplace_back(std::move(source), version);
+}
+
+std::optional<std::pair<at::Tensor, uint32_t>> Call::changed() const {
+  const std::lock_guard lock(watch_mutex_);
+  for (const auto& [source, version] : watched_)
+    if (source.unsafeGetTensorImpl()->version_counter().current_version() != version)
+      return std::pair(source, version);
+  return std::nullopt;
+}
+
+bool Call::wait_unchanged() {
+  if (changed()) return false;
+  wait_for_all();
+  if (changed()) return false;
+  std::vector<std::pair<at::Tensor, uint32_t>> watched;  // freed without the lock
+  const std::lock_guard lock(watch_mutex_);
+  watched.swap(watched_);
+  return true;
+}
+
+bool Call::completes() {
+  const bool completed = is_completed();
+  if (completed && !ended_unchanged_ && !changed()) ended_unchanged_ = true;
+  return completed;
 }
 
 // Others that wait for it go on once it is done.
@@ -480,6 +512,53 @@ void bind_transfers(py::module_& m) {
       .def("new_flight", &PythonTransfer::new_flight, py::arg("reverse"));
 }
 
+// Of a DTensor, its part on this rank. None where the object is no tensor, or has none.
+std::optional<at::Tensor> local_of(py::handle object) {
+  static PyObject* const name = PyUnicode_InternFromString("_local_tensor");
+  if (!THPVariable_Check(object.ptr())) return std::nullopt;
+  const auto local = py::reinterpret_steal<py::object>(PyObject_GetAttr(object.ptr(), name));
+  if (!local) PyErr_Clear();
+  if (!local || !THPVariable_Check(local.ptr())) return std::nullopt;
+  return THPVariable_Unpack(local.ptr());
+}
+
+const void* storage_of(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && tensor.has_storage() ? tensor.storage().data() : nullptr;
+}
+
+// Those that are tensors; of a DTensor its local one as well. A source in the storage of `out` is not watched,
+// since the call itself writes there.
+void watch_sources(Call& call, const py::iterable& sources, py::handle out) {
+  const auto own_of = [](py::handle object) {
+    auto local = local_of(object);
+    if (!local && THPVariable_Check(object.ptr())) local = THPVariable_Unpack(object.ptr());
+    return local;
+  };
+  const auto target = own_of(out);
+  const void* const written = target ? storage_of(*target) : nullptr;
+  for (const py::handle source : sources) {
+    auto own = own_of(source);
+    if (!own || (written && storage_of(*own) == written)) continue;
+    const at::Tensor& whole = THPVariable_Unpack(source.ptr());
+    if (!whole.is_same(*own)) call.watch(whole);
+    call.watch(std::move(*own));
+  }
+}
+
+// First address, and the one behind the last.
+std::pair<const std::byte*, const std::byte*> extent_of(const at::Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  const auto* const first = static_cast<const std::byte*>(tensor.const_data_ptr());
+  return {first, first + (last + 1) * static_cast<int64_t>(tensor.element_size())};
+}
+
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  const auto [a_first, a_end] = extent_of(a);
+  const auto [b_first, b_end] = extent_of(b);
+  return a_first < b_end && b_first < a_end;
+}
+
 template <typename Kind>
 std::shared_ptr<Kind> new_call(const std::shared_ptr<PythonTransfer>& transfer,
                                std::shared_ptr<CallNumber> number, double timeout, bool driven, bool reverse) {
@@ -493,12 +572,48 @@ py::class_<Kind, Call, std::shared_ptr<Kind>> bind_call_of(py::module_& m, const
       py::arg("reverse"));
 }
 
+// Begins a call of DTensors; null where one of them needs more than to be moved, and nothing is begun.
+std::shared_ptr<HostCall> started(const std::shared_ptr<PythonTransfer>& transfer, const py::sequence& sources,
+                                  const py::sequence& results, bool are_given, double timeout, bool driven) {
+  OptionalTensors from(sources.size());
+  OptionalTensors to(results.size());
+  for (size_t i = 0; i < from.size(); ++i)
+    if (transfer->holds(i)) from[i] = local_of(sources[i]);
+  for (size_t i = 0; i < to.size(); ++i)
+    if (transfer->receives(i)) to[i] = local_of(results[i]);
+  if (!transfer->fit(from, to)) return nullptr;
+  for (auto& each : from) {
+    // An alias keeps the memory though its owner gets another.
+    if (each) each = each->variable_data();
+  }
+  if (are_given) {
+    for (size_t i = 0; i < to.size(); ++i)  // neighbours would read what already came in from others
+      if (from[i] && to[i] && overlap(*from[i], *to[i])) return nullptr;
+  }
+  auto call = new_call<HostCall>(transfer, std::make_shared<CallNumber>(), timeout, driven, false);
+  if (are_given) {
+    for (size_t i = 0; i < to.size(); ++i) {
+      if (!to[i]) continue;
+      call->wrote(THPVariable_Unpack(py::object(results[i]).ptr()));
+      call->wrote(*to[i]);
+    }
+  }
+  if (!driven) watch_sources(*call, sources, are_given ? py::object(results[0]) : py::none());
+  call->give(std::move(from), std::move(to));
+  without_gil([&] { call->submit(); });
+  return call;
+}
+
 void bind_call(py::module_& m) {
   py::class_<Call, std::shared_ptr<Call>>(m, "Call")
       .def("give", &Call::give, py::arg("src"), py::arg("dst"))
       .def("submit", &Call::submit, NoGil())
       .def("wait", &Call::wait_for_all, NoGil())
-      .def("is_completed", &Call::is_completed, NoGil())
+      .def("wait_unchanged", &Call::wait_unchanged, NoGil())
+      .def("is_completed", &Call::completes, NoGil())
+      .def_property_readonly("ended_unchanged", &Call::ended_unchanged)
+      .def("watch", &watch_sources, py::arg("sources"), py::arg("out") = py::none())
+      .def("changed", &Call::changed, NoGil())
       .def("is_settled", &Call::is_settled, NoGil())
       .def("make_final", &Call::make_final, NoGil())
       .def("when_settled", &Call::when_settled, py::arg("call"))
@@ -530,7 +645,9 @@ void bind_call(py::module_& m) {
             made->give(std::move(source), std::move(destination));
             return made;
           },
-          py::arg("transfer"), py::arg("timeout"), py::arg("driven"), py::arg("src"), py::arg("dst"));
+          py::arg("transfer"), py::arg("timeout"), py::arg("driven"), py::arg("src"), py::arg("dst"))
+      .def_static("started", &started, py::arg("transfer"), py::arg("sources"), py::arg("results"),
+                  py::arg("are_given"), py::arg("timeout"), py::arg("driven"));
 
   bind_call_of<MediumCall>(m, "MediumCall")
       .def_property("brought", &MediumCall::brought, &MediumCall::set_brought);

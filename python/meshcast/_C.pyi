@@ -1,7 +1,7 @@
 # ruff: noqa: N999 (the module is named so)
 """Types of the C++ module. Boxes are ((lo, hi), ...) per dimension; times are nanoseconds, rates bytes/s."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -434,6 +434,19 @@ class Call:
         of a signal raises ends the wait, and the group."""
 
     def is_completed(self) -> bool: ...
+    def watch(self, sources: Iterable[object], out: object = None) -> None:
+        """Notes the versions of the tensors among the sources, and of the local ones of DTensors. One in the
+        storage of `out`, where the call itself writes, is not watched."""
+
+    def wait_unchanged(self) -> bool:
+        """wait(); False where a watched tensor was changed before it began, or before it ended."""
+
+    def changed(self) -> tuple[Tensor, int] | None:
+        """Returns the first watched tensor that was changed, and its version when it was given."""
+
+    ended_unchanged: bool
+    """True once is_completed() has found that the call ended before any source was changed."""
+
     def is_settled(self) -> bool:
         """Returns whether it runs, or has failed."""
 
@@ -484,6 +497,19 @@ class HostCall(Call):
     ) -> HostCall | None:
         """Returns a call with its tensors; None unless they are plain ones of the expected shapes and
         types."""
+
+    @staticmethod
+    def started(
+        transfer: Transfer,
+        sources: Sequence[object],
+        results: Sequence[object],
+        are_given: bool,
+        timeout: float,
+        driven: bool,
+    ) -> HostCall | None:
+        """Begins a call of DTensors, one source and result for each tensor of the transfer; what is no
+        DTensor is passed over. None, and nothing has begun, where a tensor needs more than to be moved.
+        are_given: the results are a caller's. A call that is not driven watches its sources."""
 
 class MediumCall(Call):
     """A call whose tensors the medium of its transfer moves, or brings to where they are moved."""

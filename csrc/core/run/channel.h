@@ -51,7 +51,8 @@ class InChannel {
   InChannel(std::shared_ptr<Transport> transport, int peer, int32_t lane, Arrived arrived,
             ChannelFailure failure);
 
-  void enqueue(const std::shared_ptr<Run>& run, const std::vector<const RecvOp*>& ops);  // posts nothing yet
+  // ops: indices into the receives of its program. Posts nothing yet.
+  void enqueue(const std::shared_ptr<Run>& run, const std::vector<int32_t>& ops);
   void resume();  // posts what the window, PlanOrder and Carries allow by now
   void close();   // posts nothing more; what is posted is ended by the transport
 
@@ -88,8 +89,9 @@ class OutChannel {
  public:
   OutChannel(std::shared_ptr<Transport> transport, int peer, int32_t lane, ChannelFailure failure);
 
-  // Returns the position of the first op, see message_key; the others follow in order.
-  int64_t enqueue(const std::shared_ptr<Run>& run, const std::vector<const SendOp*>& ops);
+  // ops: indices into the sends of its program. Returns the position of the first, see message_key; the others
+  // follow in order.
+  int64_t enqueue(const std::shared_ptr<Run>& run, const std::vector<int32_t>& ops);
   void mark_ready(int64_t position);
   // Issues what may be issued. between: called after each message, without any lock.
   void pump(const std::function<void()>& between = {});

@@ -48,10 +48,10 @@ InChannel::InChannel(std::shared_ptr<Transport> transport, int peer, int32_t lan
       arrived_(std::move(arrived)),
       failure_(std::move(failure)) {}
 
-void InChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<const RecvOp*>& ops) {
+void InChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<int32_t>& ops) {
   const std::lock_guard lock(mutex_);
   if (closed_) return;
-  for (const RecvOp* op : ops) entries_.push_back({run, op});
+  for (const int32_t op : ops) entries_.push_back({run, &run->program().recvs[static_cast<size_t>(op)]});
 }
 
 bool InChannel::may_post_locked() const {

@@ -38,11 +38,14 @@ class OutChannel::Dispatch final : public Outgoing {
 OutChannel::OutChannel(std::shared_ptr<Transport> transport, int peer, int32_t lane, ChannelFailure failure)
     : transport_(std::move(transport)), peer_(peer), lane_(lane), failure_(std::move(failure)) {}
 
-int64_t OutChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<const SendOp*>& ops) {
+int64_t OutChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<int32_t>& ops) {
   const std::lock_guard lock(mutex_);
   const int64_t position = first_ + static_cast<int64_t>(entries_.size());
   if (closed_) return position;
-  for (const SendOp* op : ops) entries_.push_back({run, op, op->forward ? State::Waiting : State::Ready});
+  for (const int32_t index : ops) {
+    const SendOp& op = run->program().sends[static_cast<size_t>(index)];
+    entries_.push_back({run, &op, op.forward ? State::Waiting : State::Ready});
+  }
   return position;
 }
 

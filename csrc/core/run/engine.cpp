@@ -14,23 +14,8 @@
 namespace meshcast {
 namespace {
 
-// Messages up to this size are packed and issued by the caller of start(), and so many bytes of local copies
-// are made by it: waking a thread would cost more.
-constexpr int64_t kInlineBytes = 64 * 1024;
-
 // A copy by the work thread lets ticks have their turn after so many bytes, which take some milliseconds.
 constexpr int64_t kPartBytes = 16 << 20;
-
-bool copies_are_small(const Program& program) {
-  int64_t nbytes = 0;
-  for (const CopyOp& op : program.copies) {
-    int64_t here = op.to.element_bytes;
-    for (int d = 0; d < op.to.ndim; ++d) here *= op.to.extent[static_cast<size_t>(d)];
-    nbytes += here;
-    if (nbytes > kInlineBytes) return false;
-  }
-  return true;
-}
 
 // In parts, with between() after each.
 void copy_in_parts(StridedView from, StridedView to, Write write, const std::function<void()>& between) {
@@ -105,37 +90,25 @@ std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffe
 }
 
 void Engine::hand_out(const std::shared_ptr<Run>& run) {
-  // Phase 1: the operations by peer, in plan order.
+  // Phase 1: all operations into their channels, under one lock. Nothing is posted yet, but another run that
+  // ends may post them at once.
   const Program* program = &run->program();
   const int32_t lane = run->label().lane;
-
-  std::map<int, std::vector<const RecvOp*>> recvs;
-  std::map<int, std::vector<const RecvOp*>> local_recvs;
-  std::map<int, std::vector<const SendOp*>> sends;
-  std::map<int, std::vector<size_t>> send_index;
-  for (const RecvOp& op : program->recvs) (op.local ? local_recvs : recvs)[op.peer].push_back(&op);
-  for (size_t i = 0; i < program->sends.size(); ++i) {
-    const SendOp& op = program->sends[i];
-    if (op.local) continue;
-    sends[op.targets.front().peer].push_back(&op);
-    send_index[op.targets.front().peer].push_back(i);
-  }
-
-  // Phase 2: all of them into their channels, under one lock. Nothing is posted yet, but another run that ends
-  // may post them at once.
+  const auto& recvs = program->network_recvs_of;
+  const auto& sends = program->network_sends_of;
+  const auto& local_recvs = program->local_recvs_of;
   std::shared_ptr<LocalTransport> local;
   {
     // Held throughout, so that all channels of a lane see the runs in the same order.
     const std::lock_guard lock(mutex_);
     if (error_) std::rethrow_exception(error_);
-    local = local_;
     runs_.push_back(run);
     if (runs_.size() > look_at_runs_) forget_ended_runs_locked();
     if (!sends.empty() || !recvs.empty()) run->network = transport_;
-    if (!local_recvs.empty() || !program->local_sends.empty()) run->local = local_;
+    if (!local_recvs.empty() || !program->local_sends.empty()) run->local = local = local_;
     // Before any message: the first that has ended lets those of other channels go, and a receive that ends at
     // once must find the tickets of its forwards.
-    run->send_tickets.resize(program->sends.size());
+    if (!sends.empty()) run->send_tickets.resize(program->sends.size());
     for (const auto& [peer, ops] : sends) run->out_channels.push_back(&out_channel_locked({lane, peer}));
     for (const auto& [peer, ops] : recvs) run->in_channels.push_back(&in_channel_locked({lane, peer}));
     for (const auto& [peer, ops] : local_recvs)
@@ -145,22 +118,26 @@ void Engine::hand_out(const std::shared_ptr<Run>& run) {
       run->local_positions.push_back(sent);
       sent += local_sends.count;
     }
-    for (const auto& [peer, ops] : sends) {
-      OutChannel& channel = out_channel_locked({lane, peer});
-      int64_t position = channel.enqueue(run, ops);
-      for (const size_t i : send_index[peer]) run->send_tickets[i] = {&channel, position++};
+    for (size_t i = 0; i < sends.size(); ++i) {
+      OutChannel& channel = *run->out_channels[i];
+      int64_t position = channel.enqueue(run, sends[i].ops);
+      for (const int32_t op : sends[i].ops) run->send_tickets[static_cast<size_t>(op)] = {&channel, position++};
     }
-    for (const auto& [peer, ops] : recvs) in_channel_locked({lane, peer}).enqueue(run, ops);
-    for (const auto& [peer, ops] : local_recvs) local_channel_locked({lane, peer}).enqueue(run, ops);
+    for (size_t i = 0; i < recvs.size(); ++i) run->in_channels[i]->enqueue(run, recvs[i].ops);
+    for (size_t i = 0; i < local_recvs.size(); ++i) run->local_in_channels[i]->enqueue(run, local_recvs[i].ops);
   }
-  // Phase 3: without the lock, what can begin. This thread posts what arrives and does what is small; what has
+  // Phase 2: without the lock, what can begin. This thread posts what arrives and does what is small; what has
   // to be packed or copied at length is the work thread's.
   for (InChannel* channel : run->in_channels) channel->resume();
-  for (const auto& [peer, ops] : sends) {
-    OutChannel* channel = run->send_tickets[send_index[peer].front()].channel;
-    const auto first = std::find_if(ops.begin(), ops.end(), [](const SendOp* op) { return !op->forward; });
+  for (size_t i = 0; i < sends.size(); ++i) {
+    OutChannel* const channel = run->out_channels[i];
+    const auto& [peer, ops] = sends[i];
+    const auto send = [program](int32_t op) -> const SendOp& {
+      return program->sends[static_cast<size_t>(op)];
+    };
+    const auto first = std::find_if(ops.begin(), ops.end(), [&](int32_t op) { return !send(op).forward; });
     if (first == ops.end()) continue;
-    if ((*first)->nbytes <= kInlineBytes || run->packed(**first)) {
+    if (send(*first).nbytes <= kInlineBytes || run->packed(send(*first))) {
       channel->pump();
     } else {
       work_->post(this, [this, run, channel, peer = peer] {
@@ -172,7 +149,7 @@ void Engine::hand_out(const std::shared_ptr<Run>& run) {
     if (op.local && !op.forward) send_local(*local, run, op, failure_);
   }
   if (program->copies.empty()) return;
-  if (copies_are_small(*program)) {
+  if (program->copies_are_small) {
     make_copies(*run, [] {});
   } else {
     run->pin();

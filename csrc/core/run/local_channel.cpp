@@ -91,10 +91,10 @@ LocalInChannel::LocalInChannel(std::shared_ptr<LocalTransport> transport, int pe
       arrived_(std::move(arrived)),
       failure_(std::move(failure)) {}
 
-void LocalInChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<const RecvOp*>& ops) {
+void LocalInChannel::enqueue(const std::shared_ptr<Run>& run, const std::vector<int32_t>& ops) {
   const std::lock_guard lock(mutex_);
   if (closed_) return;
-  for (const RecvOp* op : ops) entries_.push_back({run, op});
+  for (const int32_t op : ops) entries_.push_back({run, &run->program().recvs[static_cast<size_t>(op)]});
   post_locked();
 }
 

@@ -26,7 +26,7 @@ class LocalInChannel {
 
   LocalInChannel(std::shared_ptr<LocalTransport> transport, int peer, Arrived arrived, ChannelFailure failure);
 
-  void enqueue(const std::shared_ptr<Run>& run, const std::vector<const RecvOp*>& ops);
+  void enqueue(const std::shared_ptr<Run>& run, const std::vector<int32_t>& ops);
   void resume();  // posts what Carries allows by now
   void close();   // posts nothing more; what is posted is ended by the transport
 

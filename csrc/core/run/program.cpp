@@ -195,10 +195,40 @@ class Projection {
     for (const auto& [peer, count] : local_out_) program_.local_sends.push_back({peer, count});
     if (!program_.carried_sends.empty())
       program_.most_carried = most_held_ + static_cast<int32_t>(kMessageWindow);
+    sort_by_peer();
     return std::move(program_);
   }
 
  private:
+  void sort_by_peer() {
+    std::map<int32_t, std::vector<int32_t>> recvs;
+    std::map<int32_t, std::vector<int32_t>> local_recvs;
+    std::map<int32_t, std::vector<int32_t>> sends;
+    for (size_t i = 0; i < program_.recvs.size(); ++i) {
+      const RecvOp& op = program_.recvs[i];
+      (op.local ? local_recvs : recvs)[op.peer].push_back(static_cast<int32_t>(i));
+    }
+    for (size_t i = 0; i < program_.sends.size(); ++i) {
+      const SendOp& op = program_.sends[i];
+      if (!op.local) sends[op.targets.front().peer].push_back(static_cast<int32_t>(i));
+    }
+    const auto listed = [](auto&& found) {
+      std::vector<PeerOps> out;
+      for (auto& [peer, ops] : found) out.push_back({peer, std::move(ops)});
+      return out;
+    };
+    program_.network_recvs_of = listed(recvs);
+    program_.network_sends_of = listed(sends);
+    program_.local_recvs_of = listed(local_recvs);
+
+    int64_t copied = 0;
+    for (const CopyOp& op : program_.copies) {
+      int64_t here = op.to.element_bytes;
+      for (int d = 0; d < op.to.ndim; ++d) here *= op.to.extent[static_cast<size_t>(d)];
+      copied += here;
+    }
+    program_.copies_are_small = copied <= kInlineBytes;
+  }
   int32_t local_rank(int32_t rank) const {
     const auto it = std::lower_bound(group_.begin(), group_.end(), rank);
     if (it == group_.end() || *it != rank) {

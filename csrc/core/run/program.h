@@ -10,6 +10,10 @@
 
 namespace meshcast {
 
+// Messages up to this size are packed and issued by the caller of a start, and so many bytes of local copies
+// are made by it: waking a thread would cost more.
+inline constexpr int64_t kInlineBytes = 64 * 1024;
+
 // Which of a rank's two local tensors of a problem.
 enum class Side : uint8_t { Source, Destination };
 
@@ -71,6 +75,12 @@ struct CopyOp {
   Part to;
 };
 
+// The operations of one kind with one peer, as indices into Program::recvs or Program::sends, in plan order.
+struct PeerOps {
+  int32_t peer = -1;
+  std::vector<int32_t> ops;
+};
+
 // What one rank does for one plan, in plan order. Holds no addresses: one program serves every run.
 struct Program {
   int32_t rank = -1;  // group-local
@@ -79,7 +89,11 @@ struct Program {
   std::vector<RecvOp> recvs;
   std::vector<SendOp> sends;
   std::vector<CopyOp> copies;
-  std::vector<LocalSends> local_sends;  // by ascending peer
+  std::vector<LocalSends> local_sends;    // by ascending peer
+  std::vector<PeerOps> network_recvs_of;  // likewise; so that a start need not look for what is whose
+  std::vector<PeerOps> network_sends_of;
+  std::vector<PeerOps> local_recvs_of;
+  bool copies_are_small = true;  // the caller of a start makes them
   int32_t network_recvs = 0;
   int32_t network_sends = 0;
   bool relayed = false;        // somewhere in the plan, a chunk that came from one host goes on to another

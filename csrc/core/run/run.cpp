@@ -158,6 +158,7 @@ bool Run::failed() const {
 }
 
 void Run::drive(TimePoint limit) noexcept {
+  if (ended()) return;
   driven_ = true;  // before ended() is asked, so that the end is seen by one side or the other
   const auto far = network.lock();
   const auto near = local.lock();

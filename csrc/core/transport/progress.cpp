@@ -148,10 +148,11 @@ void Progress::enter_locked(std::initializer_list<Source*> sources) {
     more = true;
   }
   if (more && taken_) ring(Who::Driver);
-  if (timer_runs_ && std::none_of(entries_.begin(), entries_.end(), [](const Entry& entry) {
-        return entry.source && entry.keeper == Keeper::Nobody;
-      }))
-    set_timer({});
+}
+
+bool Progress::any_nobodys_locked() const {
+  return std::any_of(entries_.begin(), entries_.end(),
+                     [](const Entry& entry) { return entry.source && entry.keeper == Keeper::Nobody; });
 }
 
 // Who leaves a source with descriptors has not armed it, so the thread has to look in any case.
@@ -165,16 +166,22 @@ void Progress::leave_locked(std::initializer_list<Source*> sources) {
     keep_locked(*entry, here ? Keeper::Nobody : Keeper::Thread);
     grace = grace || here;
   }
-  if (grace) set_timer(kGrace);
+  // One that runs ends earlier: the thread then sets it to what is left.
+  if (grace && !timer_runs_) set_timer(kGrace);
   if (--drivers_ > 0) changed_->notify_all();
 }
 
 void Progress::take_over_locked() {
-  for (Entry& entry : entries_) {
-    if (entry.source && entry.keeper == Keeper::Nobody && (asked_ || Clock::now() >= left_ + kGrace))
-      keep_locked(entry, Keeper::Thread);
+  const bool asked = asked_.exchange(false);
+  if (!any_nobodys_locked()) return;
+  const auto left = left_ + kGrace - Clock::now();
+  if (!asked && left > left.zero()) {
+    if (!timer_runs_) set_timer(left);
+    return;
   }
-  asked_ = false;
+  for (Entry& entry : entries_) {
+    if (entry.source && entry.keeper == Keeper::Nobody) keep_locked(entry, Keeper::Thread);
+  }
 }
 
 // Calls all that `who` may have something to do for, without the lock. Answers whether any answered so.
@@ -226,9 +233,12 @@ void Progress::sleep(std::unique_lock<std::mutex>& lock, Who who, const std::fun
     if (entry.source && keeps(who, entry)) limit = std::min(limit, entry.source->due());
   }
   if (!busy && !stopping_ && !(who == Who::Thread && asked_)) {
+    // Who drives for long wakes no other thread meanwhile.
+    if (who == Who::Driver && timer_runs_ && !any_nobodys_locked()) set_timer({});
     lock.unlock();
-    if (!done()) wait(mine, limit);
+    const bool timer_ended = !done() && wait(mine, limit);
     lock.lock();
+    if (timer_ended) timer_runs_ = false;
   }
   mine.sleeps = false;
   for (const Entry& entry : entries_) {
@@ -236,7 +246,8 @@ void Progress::sleep(std::unique_lock<std::mutex>& lock, Who who, const std::fun
   }
 }
 
-void Progress::wait(const Side& mine, TimePoint limit) {
+// Answers whether the timer has ended.
+bool Progress::wait(const Side& mine, TimePoint limit) {
   int milliseconds = -1;
   if (limit != TimePoint::max()) {
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(limit - Clock::now()).count();
@@ -246,9 +257,10 @@ void Progress::wait(const Side& mine, TimePoint limit) {
   const int count = epoll_wait(mine.poll.get(), events.data(), static_cast<int>(events.size()), milliseconds);
   for (int i = 0; i < count; ++i) {
     uint64_t times = 0;
-    if (events[static_cast<size_t>(i)].data.fd == timer_.get()) [[maybe_unused]]
-      const auto got = read(timer_.get(), &times, sizeof(times));
+    if (events[static_cast<size_t>(i)].data.fd == timer_.get())
+      return read(timer_.get(), &times, sizeof(times)) > 0;
   }
+  return false;
 }
 
 void Progress::loop() {

@@ -106,6 +106,7 @@ class Progress {
   void ring(Who who) const noexcept;
   Entry* find_locked(const Source* source);
   void take_over_locked();
+  bool any_nobodys_locked() const;
   void keep_locked(Entry& entry, Keeper keeper);
   void enter_locked(std::initializer_list<Source*> sources);
   void leave_locked(std::initializer_list<Source*> sources);
@@ -113,7 +114,7 @@ class Progress {
   bool turns(std::unique_lock<std::mutex>& lock, Who who);
   bool may_sleep_locked(Who who) const;
   void sleep(std::unique_lock<std::mutex>& lock, Who who, const std::function<bool()>& done, TimePoint limit);
-  void wait(const Side& mine, TimePoint limit);
+  bool wait(const Side& mine, TimePoint limit);
   template <typename Call>
   bool each(std::unique_lock<std::mutex>& lock, Who who, const Call& call);
 
@@ -122,8 +123,8 @@ class Progress {
   std::unique_ptr<std::condition_variable> changed_;  // drivers, the sleeping one, who is inside
   std::array<Entry, kMostSources> entries_;
   std::array<Side, 2> sides_;
-  Descriptor timer_;  // timerfd, in the thread's poll: the grace is over
-  bool timer_runs_ = false;
+  Descriptor timer_;         // timerfd, in the thread's poll: the grace is over
+  bool timer_runs_ = false;  // or has ended, and the thread has not seen it yet
   int drivers_ = 0;
   bool taken_ = false;  // a driver sleeps for all
   TimePoint left_{};    // when the last driver did

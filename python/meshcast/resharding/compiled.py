@@ -20,7 +20,6 @@ from ..groups.parent import ParentGroup
 from ..layout import Layout
 from ..planning.plan import Problem
 from ..spec import TensorSpec
-from ..transfers.handle import Handle
 from ..transfers.medium import (
     REDUCTIONS,
     Casts,
@@ -33,7 +32,7 @@ from ..transfers.medium import (
     settled,
 )
 from ..transfers.transfer import Call, PersistentTransfer, PlanOptions, kept_transfer, ranks_of
-from .memory import overlaps, storage_of
+from .memory import overlaps
 from .meshes import Destination, Source, everywhere, living, positive_placements, slices_called
 
 __all__ = [
@@ -48,7 +47,6 @@ __all__ = [
     "compiled_call",
     "copied",
     "destination_of",
-    "handle_of",
     "places_called",
     "reduced_layout",
     "reduction_inside",
@@ -180,6 +178,12 @@ class TensorMove:
     @property
     def takes_part(self) -> bool:
         return self.is_holder or self.local_shape is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """True where its tensors, between CPUs, need nothing but to be moved."""
+        cast = self.ends.destination != self.dtype
+        return self.reduction is None and not cast and self.device_types == ("cpu", "cpu")
 
     @property
     def ndim(self) -> int:
@@ -379,10 +383,16 @@ class Compiled:
         self.transfer = transfer
         # Positions of the moves that the backward transfer carries.
         self.differentiable = tuple(i for i, move in enumerate(moves) if move.gradient is not None)
+        self._is_plain = all(move.is_plain for move in moves)
 
     def bound(self) -> float:
         """Seconds that no plan of this call can beat."""
-        return self.transfer.plan.lower_bound if self.transfer is not None else 0.0
+        return self.transfer.bound() if self.transfer is not None else 0.0
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Layouts of all sources and results, which name the ranks of a call."""
+        return [layout for move in self.moves for layout in (move.problem.src, move.problem.dst)]
 
     def begin(
         self,
@@ -394,35 +404,48 @@ class Compiled:
     ) -> tuple[list[DTensor], Call | None]:
         """Starts the transfer of xs, one per move (no DTensor on ranks outside the source). The results'
         local tensors are filled once the call has been waited for: new ones, or where there is one move that
-        of `out`, if it is a DTensor. driven: the caller waits at once."""
-        out = out if isinstance(out, DTensor) else None
-        results, sources, targets = [], [], []
+        of `out`, if it is a DTensor. driven: the caller waits at once; else the call watches xs, but for what
+        is in the storage of `out`."""
+        given = isinstance(out, DTensor)
+        results: list[DTensor] = [out] if given else [move.allocate() for move in self.moves]
+        if self.transfer is None:
+            return results, None
+        call: Call | None = None
+        if self._is_plain:
+            call = self.transfer.launch_plain(xs, results, timeout, are_given=given, driven=driven)
+        if call is None:
+            call = self._begin(xs, results, timeout, given, driven)
+        return results, call
+
+    def _begin(
+        self, xs: Sequence[Any], results: Sequence[DTensor], timeout: float, given: bool, driven: bool
+    ) -> Call:
+        """The same of tensors that are reduced, cast or copied first, and of those that are refused."""
+        assert self.transfer is not None
+        sources, targets = [], []
         cast: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for move, x in zip(self.moves, xs, strict=True):
-            result = move.allocate() if out is None else out
-            results.append(result)
+        for move, x, result in zip(self.moves, xs, results, strict=True):
             source = move.outgoing(x._local_tensor) if move.is_holder and isinstance(x, DTensor) else None
             target = None
             if move.local_shape is not None:
                 local = target = result._local_tensor
                 if move.ends.destination != move.dtype:
-                    kind = move.ends.destination
-                    target = fresh(move.local_shape, kind, move.device)
+                    target = fresh(move.local_shape, move.ends.destination, move.device)
                     cast.append((local, target))
-                if out is not None and source is not None and overlaps(source, target):
+                if given and source is not None and overlaps(source, target):
                     # Neighbours would read what already came in from others.
                     source = source.clone()
             sources.append(source)
             targets.append(target)
-        if self.transfer is None:
-            return results, None
         call = self.transfer.launch(sources, targets, timeout, driven=driven)
         for local, target in cast:
             call.copy_at_end(local, target)
-        if out is not None and self.moves[0].local_shape is not None:
-            call.wrote(out)
-            call.wrote(out._local_tensor)
-        return results, call
+        if given and self.moves[0].local_shape is not None:
+            call.wrote(results[0])
+            call.wrote(results[0]._local_tensor)
+        if not driven:
+            call.watch(xs, results[0] if given else None)
+        return call
 
 
 def compile_call(
@@ -515,20 +538,3 @@ def _mesh_of(place: Any) -> Any:
     if isinstance(place, DeviceMesh):
         return place
     return place.device_mesh if isinstance(place, DTensor) else place.mesh
-
-
-def handle_of(
-    call: Call | None,
-    result: Any,
-    compiled: Compiled,
-    xs: Sequence[Any],
-    out: Any = None,
-) -> Handle[Any]:
-    """The handle of a started call; it watches the sources for changes. out: where the result goes. A source
-    in its storage is not watched, since this very call writes there."""
-    given = [x for x in xs if isinstance(x, DTensor)]
-    if isinstance(out, DTensor):
-        written = storage_of(out._local_tensor)
-        given = [x for x in given if storage_of(x._local_tensor) != written]
-    sources = [tensor for x in given for tensor in (x, x._local_tensor)]
-    return Handle(call, result, compiled.bound, sources)

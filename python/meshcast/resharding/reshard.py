@@ -22,7 +22,14 @@ from ..planning.plan import Problem
 from ..spec import TensorSpec
 from ..transfers.handle import Handle
 from ..transfers.medium import DeviceTypes, device_types_of, fresh, require_gpu
-from ..transfers.transfer import DEFAULT_OPTIONS, CallOptions, PersistentTransfer, PlanOptions, kept_transfer
+from ..transfers.transfer import (
+    DEFAULT_OPTIONS,
+    Call,
+    CallOptions,
+    PersistentTransfer,
+    PlanOptions,
+    kept_transfer,
+)
 from .autograd import differentiable_call
 from .compiled import (
     Compiled,
@@ -30,10 +37,9 @@ from .compiled import (
     check_reducible,
     compiled_call,
     copied,
-    handle_of,
     places_called,
 )
-from .memory import check_storage, overlaps, storage_of
+from .memory import check_storage, overlaps
 from .meshes import lost_ranks
 
 if TYPE_CHECKING:
@@ -365,47 +371,49 @@ def run_call(
     timeout: Any,
     options: PlanOptions = DEFAULT_OPTIONS,
     out: Out | None = None,
-    compiled: Compiled | None = None,
     lost: Any = (),
     digest: bool = False,
     async_op: bool = False,
     copy: bool = False,
 ) -> T | Handle[T]:
-    """A call of reshard, reshard_, reshard_many or a Resharder, from its arguments to what it returns.
+    """A call of reshard, reshard_ or reshard_many, from its arguments to what it returns.
 
-    answer: from the results what the caller gets. out: takes the one result. compiled: of a Resharder, whose
-    timeout is in seconds.
+    answer: from the results what the caller gets. out: takes the one result.
     """
     dead: tuple[int, ...] | None = () if lost == () else None  # None: not known yet
-    checked = None
+    compiled = checked = None
     try:
-        if compiled is None:
-            parent = parent_group(group, op)
-            timeout = seconds(timeout, parent.timeout)
-            dead = lost_ranks(lost, parent.rank) if dead is None else dead
-            if digest:
-                from .digested import Digested  # with all of state dicts, which few calls need
+        parent = parent_group(group, op)
+        timeout = seconds(timeout, parent.timeout)
+        dead = lost_ranks(lost, parent.rank) if dead is None else dead
+        if digest:
+            from .digested import Digested  # with all of state dicts, which few calls need
 
-                checked = Digested(parent, op, xs, goals, out, dead, options)
-            else:
-                compiled = compiled_call(parent, xs, goals, op, options, dead)
-        if compiled is not None:
-            if copy and async_op:
-                xs = [copied(x) for x in xs]
-            if compiled.differentiable and torch.is_grad_enabled():
-                results, call = differentiable_call(compiled, xs, timeout, driven=not async_op)
-            else:
-                results, call = compiled.begin(xs, timeout, out, driven=not async_op)
+            checked = Digested(parent, op, xs, goals, out, dead, options)
+        else:
+            compiled = compiled_call(parent, xs, goals, op, options, dead)
+            results, call = begun(compiled, xs, timeout, out, async_op, copy)
     except Exception as error:
         raise_refused(error, op, _places(xs, goals, compiled, dead), group, timeout, lost=dead or ())
     if checked is not None:
         return checked.start(timeout, answer, copy) if async_op else answer(checked.run(timeout))
     assert compiled is not None
     if async_op:
-        return handle_of(call, answer(results), compiled, xs, out)
+        return Handle(call, answer(results), compiled.bound)
     if call is not None:
         call.wait()
     return answer(results)
+
+
+def begun(
+    compiled: Compiled, xs: Sequence[Any], timeout: float, out: Out | None, async_op: bool, copy: bool
+) -> tuple[list[DTensor], Call | None]:
+    """Begins a call; see Compiled.begin."""
+    if copy and async_op:
+        xs = [copied(x) for x in xs]
+    if compiled.differentiable and torch.is_grad_enabled():
+        return differentiable_call(compiled, xs, timeout, driven=not async_op)
+    return compiled.begin(xs, timeout, out, driven=not async_op)
 
 
 def _places(
@@ -413,7 +421,7 @@ def _places(
 ) -> list[Any]:
     """Returns what names the ranks of a call that was refused here."""
     if compiled is not None:
-        return [layout for move in compiled.moves for layout in (move.problem.src, move.problem.dst)]
+        return compiled.layouts
     if dead is None:  # where it is not known who is lost, it is not known which of these ranks wait
         return [None]
     return [place for x, goal in zip(xs, goals, strict=True) for place in places_called(x, goal.mesh, dead)]
@@ -566,18 +574,15 @@ def reshard_local(
             check_storage(dst)
         src = copied(src) if copy and async_op else src
         given = src
-        watched = [] if src is None else [src]
-        if src is not None and dst is not None:
-            if overlaps(src, dst):
-                given = src.clone()  # neighbours would read what already came in from others
-            if storage_of(src) == storage_of(dst):
-                watched = []  # this very call writes there
+        if src is not None and dst is not None and overlaps(src, dst):
+            given = src.clone()  # neighbours would read what already came in from others
         call = transfer.launch([given], [dst], limit, driven=not async_op)
     except Exception as error:
         raise_refused(error, _OP, [src_layout, dst_layout], group, timeout)
     if dst is not None:
         call.wrote(dst)
-    handle = Handle(call, dst, lambda: transfer.plan.lower_bound, watched)
+    call.watch([src], dst)
+    handle = Handle(call, dst, transfer.bound)
     return handle if async_op else handle.wait()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -21,7 +20,7 @@ from ..transfers.transfer import CallOptions, PlanOptions
 from .compiled import ReshardGoal, compile_call, places_called
 from .memory import check_storage
 from .meshes import positive_placements
-from .reshard import run_call
+from .reshard import begun
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -149,6 +148,7 @@ class Resharder:
         except Exception as error:  # of this rank alone, where it has no GPU: the others raise as they call
             raise_refused(error, _OP, places_called(x, mesh), group, timeout)
         self._known_spec: Any = _NO_SPEC  # the spec object that the last source came with
+        self._known_out: Any = _NO_SPEC  # likewise the last `out`
         self._reverse: Resharder | None = None
 
     def __repr__(self) -> str:
@@ -188,27 +188,24 @@ class Resharder:
         return self._reverse
 
     def _call(self, x: Any, out: Any, *, async_op: bool, copy: bool = False) -> Any:
+        compiled = self._compiled
         try:
             if x is not None and getattr(x, "_spec", None) is not self._known_spec:
                 self._check_source(x)
             if torch.is_grad_enabled():
                 self._check_gradient(x, out)
-            if out is not None:
+            if out is None:
+                out = self._kept
+            else:
                 self._check_out(out)
+            (result,), call = begun(compiled, (x,), self._limit, out, async_op, copy)
         except Exception as error:
-            raise_refused(error, _OP, places_called(self._src, self._dst), self._group, self._limit)
-        return run_call(
-            _OP,
-            (x,),
-            (),
-            itemgetter(0),
-            group=self._group,
-            timeout=self._limit,
-            out=self._kept if out is None else out,
-            compiled=self._compiled,
-            async_op=async_op,
-            copy=copy,
-        )
+            raise_refused(error, _OP, compiled.layouts, self._group, self._limit)
+        if async_op:
+            return Handle(call, result, compiled.bound)
+        if call is not None:
+            call.wait()
+        return result
 
     def _check_source(self, x: Any) -> None:
         if not isinstance(x, DTensor):
@@ -219,7 +216,9 @@ class Resharder:
     def _check_out(self, out: Any) -> None:
         if not isinstance(out, DTensor):
             raise LayoutError(f"out must be a DTensor, found {type(out).__name__}")
-        _expect("out", out, self._dst)
+        if out._spec is not self._known_out:
+            _expect("out", out, self._dst)
+            self._known_out = out._spec
         check_storage(out._local_tensor)
 
     def _check_gradient(self, x: DTensor | None, out: DTensor | None) -> None:

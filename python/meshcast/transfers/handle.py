@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -12,7 +12,7 @@ import torch
 from typing_extensions import Self
 
 from .. import _C
-from .._C import CHANGED, CallNumber, Refusal
+from .._C import CHANGED, Call, CallNumber, Refusal
 from ..errors import MeshcastError
 
 __all__ = [
@@ -68,11 +68,11 @@ class Running(Protocol):
     @property
     def work(self) -> Any: ...  # None before it was started
     def wait(self) -> None: ...
+    def wait_unchanged(self) -> bool: ...  # False where a source of a _C.Call was changed
     def is_completed(self) -> bool: ...
     def is_settled(self) -> bool: ...  # it runs, or has failed
     def when_settled(self, call: Callable[[], None]) -> None: ...
     def make_final(self) -> None: ...  # it does not begin once more in another life of its group
-    def retract(self, why: str) -> Refusal | None: ...  # a source was changed while it may have travelled
     def figures(self) -> dict[str, Any] | None: ...  # None before it was started
 
 
@@ -117,20 +117,13 @@ class Handle(Generic[T]):
         assert handle.is_completed() and handle.stats.seconds > 0
     """
 
-    def __init__(
-        self,
-        call: Running | None,
-        result: T,
-        bound: Callable[[], float],
-        sources: Sequence[torch.Tensor] = (),
-    ) -> None:
-        self._call: Running = _Done() if call is None else call
+    _told = False  # the other ranks, that a source was changed
+
+    def __init__(self, call: Running | None, result: T, bound: Callable[[], float]) -> None:
+        """call: None for one that moves nothing here. bound: in seconds, see TransferStats."""
+        self._call: Running = _DONE if call is None else call
         self._result = result
         self._bound = bound
-        # Tensors made in inference mode do not count what is written on them.
-        self._sources = [(tensor, tensor._version) for tensor in sources if not tensor.is_inference()]
-        self._intact = False  # whether the call is known to have ended before any of them was changed
-        self._told = False
 
     def __repr__(self) -> str:
         return f"<Handle of {self._call.op}, {'completed' if self._call.is_completed() else 'in flight'}>"
@@ -144,29 +137,26 @@ class Handle(Generic[T]):
 
     def _wait(self, until: Callable[[Refusal], None]) -> T:
         """until(retraction): may wait until the others can know that a source was changed."""
-        self.is_completed()
-        error = self._source_error()
-        if error is None:
-            self._call.wait()
-            error = self._source_error()
-        if error is None:
-            self._sources = []  # free from now on
+        call = self._call
+        if call.wait_unchanged():
             return self._result
-        if not self._intact and not self._told:
+        assert isinstance(call, Call)  # no other watches sources
+        found = call.changed()
+        if found is None:  # another thread has waited for it
+            return self._result
+        error = _changed(call.op, *found)
+        if not call.ended_unchanged and not self._told:
             self._told = True
-            retraction = self._call.retract(str(error))
+            retraction = call.retract(str(error))
             if retraction is not None:
                 until(retraction)
         with suppress(MeshcastError):  # nothing reads the source any longer once it has ended
-            self._call.wait()
+            call.wait()
         raise error
 
     def is_completed(self) -> bool:
         """True once wait() would not block; never raises."""
-        completed = self._call.is_completed()
-        if completed and not self._intact and self._source_error() is None:
-            self._intact = True
-        return completed
+        return self._call.is_completed()
 
     def get_future(self) -> torch.futures.Future[T]:
         """A future of the result. Its wait() raises the same typed errors as wait() here.
@@ -225,17 +215,15 @@ class Handle(Generic[T]):
             )
         return found
 
-    def _source_error(self) -> MeshcastError | None:
-        for tensor, version in self._sources:
-            if tensor._version != version:
-                return MeshcastError(
-                    f"{self._call.op}: a source of shape {tuple(tensor.shape)} {CHANGED} (version {version} "
-                    f"when called, {tensor._version} now): the result may mix old and new values. Wait "
-                    "before changing the source, or pass copy=True.",
-                    op=self._call.op,
-                    phase="transfer",
-                )
-        return None
+
+def _changed(op: str, tensor: torch.Tensor, version: int) -> MeshcastError:
+    return MeshcastError(
+        f"{op}: a source of shape {tuple(tensor.shape)} {CHANGED} (version {version} "
+        f"when called, {tensor._version} now): the result may mix old and new values. Wait "
+        "before changing the source, or pass copy=True.",
+        op=op,
+        phase="transfer",
+    )
 
 
 class _Future(torch.futures.Future[T]):
@@ -268,8 +256,12 @@ class Unordered:
     def make_final(self) -> None:
         pass
 
-    def retract(self, why: str) -> None:
-        pass
+    def wait(self) -> None:
+        raise NotImplementedError
+
+    def wait_unchanged(self) -> bool:
+        self.wait()
+        return True
 
 
 class _Done(Unordered):
@@ -290,3 +282,6 @@ class _Done(Unordered):
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
         return future
+
+
+_DONE = _Done()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
 from zlib import crc32
 
 import torch
@@ -39,6 +39,7 @@ __all__ = [
     "ranks_of",
 ]
 
+T = TypeVar("T")
 REVERSE_LANE = _C.AgreedPlan.REVERSE_LANE  # of all backwards; their forwards have lane 0
 
 
@@ -164,9 +165,12 @@ class PersistentTransfer:
         the order in which they were made, the same on all ranks. Raises LayoutError if a shard does not have
         the shape or dtype of its layout; the other ranks then raise as well."""
         call = self.launch(src, dst, seconds(timeout, self._parent.timeout))
-        return Handle(
-            call, list(dst), lambda: self.plan.lower_bound, [tensor for tensor in src if tensor is not None]
-        )
+        call.watch(src)
+        return Handle(call, list(dst), self.bound)
+
+    def bound(self) -> float:
+        """Seconds that no plan of these moves can beat."""
+        return self.plan.lower_bound
 
     def abort(self, reason: str) -> None:
         """Ends every call of the private group, on all its ranks, with AbortedError(reason). Any thread;
@@ -196,8 +200,23 @@ class PersistentTransfer:
             self._group.refuse(self._lane, found, timeout).wait()
             mark_reported(found)
             raise found from error.__cause__ if found is error else error
-        self._submit(call)
+        self._counted(call.submit)
         return call
+
+    def launch_plain(
+        self,
+        xs: Sequence[object],
+        results: Sequence[object],
+        timeout: float,
+        *,
+        are_given: bool,
+        driven: bool,
+    ) -> Call | None:
+        """launch() of DTensors that need nothing but to be moved, see _C.HostCall.started; for None, launch()
+        is left to do."""
+        if self._medium is not None:
+            return None
+        return self._counted(_C.HostCall.started, self._core, xs, results, are_given, timeout, driven)
 
     def launch_reverse(
         self, number: CallNumber, src: Shards, dst: Shards, timeout: float, *, driven: bool = False
@@ -211,7 +230,7 @@ class PersistentTransfer:
         except MeshcastError as error:  # the others wait for this rank
             self.reject_reverse(number, error, timeout)
             raise
-        self._submit(call)
+        self._counted(call.submit)
         return call
 
     def _new_call(self, number: CallNumber, timeout: float, driven: bool, *, reverse: bool) -> Call:
@@ -226,12 +245,12 @@ class PersistentTransfer:
             src, dst = self._medium.bring(call, src, dst, reverse=reverse)
         call.give(filled(src), filled(dst))
 
-    def _submit(self, call: _C.Call) -> None:
-        """Counts the call and begins it behind all earlier ones: at once in this thread where nothing has to
-        be waited for, else on the control thread. Raises AbortedError in a forked child."""
+    def _counted(self, begin: Callable[..., T], *arguments: Any) -> T:
+        """Calls what counts a call and begins it behind all earlier ones: at once in this thread where
+        nothing has to be waited for, else on the control thread. Raises AbortedError in a forked child."""
         try:
             forks.check(self._group.born, self._op)
-            call.submit()
+            return begin(*arguments)
         except MeshcastError as error:
             mark_reported(error)
             raise

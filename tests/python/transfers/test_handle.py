@@ -36,6 +36,10 @@ class Later:
         assert self.error is not None
         raise self.error.with_traceback(None)
 
+    def wait_unchanged(self) -> bool:
+        self.wait()
+        return True
+
     def is_completed(self) -> bool:
         return self._settled.is_set()
 
@@ -46,9 +50,6 @@ class Later:
         self._calls.append(call)
 
     def make_final(self) -> None:
-        pass
-
-    def retract(self, why: str) -> None:
         pass
 
     def figures(self) -> None:
