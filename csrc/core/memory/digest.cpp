@@ -98,14 +98,23 @@ Sums plain(const std::byte* from, int64_t at, int64_t n, const DigestNans& nans)
 }
 
 #if defined(__x86_64__)
-// The compiler makes vectors of it; those of 32 bytes, which not every processor has, halve the time.
+// The compiler makes vectors of it; those of 32 and 64 bytes, which not every processor has, each halve the time.
 template <typename Value>
 [[gnu::target("avx2")]] Sums wide(const std::byte* from, int64_t at, int64_t n, const DigestNans& nans) {
   return sums_of<Value>(from, at, n, nans);
 }
 
+// Processors that multiply and add words in one instruction run those of 64 bytes at full speed. The first ones
+// that had such vectors did not, and lacked that instruction.
+template <typename Value>
+[[gnu::target("avx512bw,avx512vnni")]] Sums widest(const std::byte* from, int64_t at, int64_t n,
+                                                   const DigestNans& nans) {
+  return sums_of<Value>(from, at, n, nans);
+}
+
 template <typename Value>
 Sum chosen() {
+  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni")) return widest<Value>;
   return __builtin_cpu_supports("avx2") ? wide<Value> : plain<Value>;
 }
 #else
