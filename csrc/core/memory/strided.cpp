@@ -72,45 +72,6 @@ class RunsAhead {
   size_t count_ = 0;
 };
 
-// Cuts the bytes [begin, end) of the packed form of `view` into views and gives each, in order, to `visit`.
-template <typename Visit>
-void visit_range(const StridedView& view, int64_t begin, int64_t end, const Visit& visit) {
-  if (begin >= end) return;
-  if (begin == 0 && end == view.nbytes()) return visit(view);
-  if (view.ndim == 0) {  // part of an element
-    StridedView bytes{view.data + begin, 1, 1, {}, {}};
-    bytes.extent[0] = end - begin;
-    bytes.stride[0] = 1;
-    return visit(bytes);
-  }
-  StridedView row = view;
-  --row.ndim;
-  for (int d = 0; d < row.ndim; ++d) {
-    row.extent[d] = view.extent[d + 1];
-    row.stride[d] = view.stride[d + 1];
-  }
-  const int64_t row_bytes = row.nbytes();
-  const auto visit_row = [&](int64_t index, int64_t from, int64_t to) {
-    StridedView one = row;
-    one.data = view.data + index * view.stride[0];
-    visit_range(one, from, to, visit);
-  };
-  int64_t first = begin / row_bytes;
-  const int64_t last = end / row_bytes;
-  if (first == last) return visit_row(first, begin - first * row_bytes, end - first * row_bytes);
-  if (begin % row_bytes != 0) {
-    visit_row(first, begin % row_bytes, row_bytes);
-    ++first;
-  }
-  if (first < last) {
-    StridedView whole = view;
-    whole.data += first * view.stride[0];
-    whole.extent[0] = last - first;
-    visit(whole);
-  }
-  if (end % row_bytes != 0) visit_row(last, 0, end % row_bytes);
-}
-
 }  // namespace
 
 int64_t StridedView::nbytes() const {
@@ -164,14 +125,14 @@ void unpack(const std::byte* in, const StridedView& view, Write write) {
 }
 
 void pack_range(const StridedView& view, int64_t offset, int64_t nbytes, std::byte* out) {
-  visit_range(view, offset, offset + nbytes, [&](const StridedView& part) {
+  walk_range(view, offset, offset + nbytes, 0, {}, [&](const StridedView& part, int64_t) {
     pack(part, out);
     out += part.nbytes();
   });
 }
 
 void unpack_range(const std::byte* in, const StridedView& view, int64_t offset, int64_t nbytes, Write write) {
-  visit_range(view, offset, offset + nbytes, [&](const StridedView& part) {
+  walk_range(view, offset, offset + nbytes, 0, {}, [&](const StridedView& part, int64_t) {
     unpack(in, part, write);
     in += part.nbytes();
   });
