@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import _C
 from ..base import checks
 from ..base.boxes import Piece, common
 from ..errors import DeadlineExceededError, MeshcastError, mark_reported
@@ -21,7 +20,7 @@ from ..layout import Box, Layout
 from ..planning.plan import Problem
 from ..transfers.digest import added, nans_of, pieces_digest, shard_digest
 from ..transfers.medium import Casts, Ends, fresh, require_gpu
-from ..transfers.transfer import Call, PersistentTransfer, PlanOptions, ranks_of
+from ..transfers.transfer import Call, PersistentTransfer, PlanOptions, ranks_of, taken_digests
 from .compiled import Reduction, reduction_inside
 from .meshes import ranks_text
 from .state_entries import OP, Agreed, Move, Terms, mismatch
@@ -152,7 +151,7 @@ class Batch:
                     call.wait()
             if call is not None and self._device_types != ("cpu", "cpu"):
                 _end_on_gpu(call, deadline)
-            self._observe(digests, "dst", targets, _taken(call))
+            self._observe(digests, "dst", targets, None if call is None else taken_digests(call))
             for name, local in landing.items():
                 arriving[name].copy_(local)
         except Exception as error:
@@ -185,10 +184,6 @@ class Batch:
         if move.through_host:
             local = local.cpu()
         return local if local.dtype == move.ends.source else local.to(move.ends.source)
-
-
-def _taken(call: Call | None) -> list[int | None] | None:
-    return call.digests() if isinstance(call, _C.HostCall) else None
 
 
 def _end_on_gpu(call: Call, deadline: float) -> None:

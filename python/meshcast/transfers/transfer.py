@@ -37,6 +37,7 @@ __all__ = [
     "REVERSE_LANE",
     "kept_transfer",
     "ranks_of",
+    "taken_digests",
 ]
 
 REVERSE_LANE = _C.AgreedPlan.REVERSE_LANE  # of all backwards; their forwards have lane 0
@@ -325,6 +326,11 @@ def _facts(plan: Plan, rank: int) -> dict[str, Any]:
         "bytes_received": plan.bytes_received(rank),
         "bound": plan.lower_bound,  # seconds
     }
+
+
+def taken_digests(call: Call) -> list[int | None] | None:
+    """Returns what HostCall.digests does; None for other calls."""
+    return call.digests() if isinstance(call, _C.HostCall) else None
 
 
 def ranks_of(problems: Sequence[Problem]) -> list[int]:
