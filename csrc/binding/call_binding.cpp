@@ -334,6 +334,16 @@ class HostCall final : public Call {
  public:
   using Call::Call;
 
+  void take_digests(std::vector<DigestNans> nans) { nans_ = std::move(nans); }
+
+  std::optional<std::vector<std::optional<uint64_t>>> digests() const {
+    if (!is_settled() || !work_ || nans_.empty()) return std::nullopt;
+    std::vector<std::optional<uint64_t>> out;
+    const RunState& run = run_of(work_);
+    for (size_t i = 0; i < run.program().digests.size(); ++i) out.push_back(run.digest(i));
+    return out;
+  }
+
   py::object work() const override { return work_ ? py::cast(work_) : py::none(); }
   py::object figures() const override { return work_ ? py::object(stats_of(work_)) : py::none(); }
   std::shared_ptr<Refusal> retract(const std::string& why) override {
@@ -348,7 +358,7 @@ class HostCall final : public Call {
   void start(const std::shared_ptr<GroupCore>& core, AgreedPlan& agreed, CallId call, bool reverse,
              double timeout_seconds) override {
     work_ = dynamic_cast<TensorGroup&>(*core).start_tensors(
-        agreed, {call.ordinal, reverse, source_, destination_, timeout_seconds});
+        agreed, {call.ordinal, reverse, source_, destination_, timeout_seconds, nans_});
   }
   void wait_for_work() override { work_->wait(); }
   bool has_ended() override { return work_->isCompleted(); }
@@ -362,6 +372,7 @@ class HostCall final : public Call {
   }
 
   c10::intrusive_ptr<c10d::Work> work_;
+  std::vector<DigestNans> nans_;
 };
 
 // Tensors that a medium, in Python, brings to where they are moved, or moves.
@@ -647,7 +658,17 @@ void bind_call(py::module_& m) {
           },
           py::arg("transfer"), py::arg("timeout"), py::arg("driven"), py::arg("src"), py::arg("dst"))
       .def_static("started", &started, py::arg("transfer"), py::arg("sources"), py::arg("results"),
-                  py::arg("are_given"), py::arg("timeout"), py::arg("driven"));
+                  py::arg("are_given"), py::arg("timeout"), py::arg("driven"))
+      .def(
+          "take_digests",
+          [](HostCall& self, const std::vector<std::tuple<int64_t, uint64_t, uint64_t>>& nans) {
+            std::vector<DigestNans> all;
+            for (const auto& [value_bytes, magnitude, limit] : nans)
+              all.push_back({value_bytes, magnitude, limit});
+            self.take_digests(std::move(all));
+          },
+          py::arg("nans"))
+      .def("digests", &HostCall::digests);
 
   bind_call_of<MediumCall>(m, "MediumCall")
       .def_property("brought", &MediumCall::brought, &MediumCall::set_brought);

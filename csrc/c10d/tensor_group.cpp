@@ -46,6 +46,9 @@ c10::intrusive_ptr<c10d::Work> TensorGroup::start_tensors(const AgreedPlan& agre
           destination_memory(args.destination[i], direction.tensors.destination_shapes[i], element_bytes, i));
     }
     buffers.types = std::move(taken.types);
+    if (!args.nans.empty() && args.nans.size() != args.source.size())
+      throw LayoutError("digests are taken of all tensors or of none");
+    buffers.nans = args.nans;
     // The engine's threads drop it when the run has ended. Tensors may need the GIL to be freed, so they land
     // in the bin.
     buffers.keepalive = bin_->bag(std::move(taken.kept));

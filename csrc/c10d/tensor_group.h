@@ -20,6 +20,7 @@ struct StartArgs {
   std::vector<std::optional<at::Tensor>> source;       // by problem; none where this rank holds nothing
   std::vector<std::optional<at::Tensor>> destination;  // likewise
   double timeout_seconds = 0;
+  std::vector<DigestNans> nans{};  // by problem, where digests are taken of what is copied; else empty
 };
 
 // The tensors of a start: those that it keeps alive, those of them that are its results, and what the sources

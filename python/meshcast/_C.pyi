@@ -511,6 +511,13 @@ class HostCall(Call):
         DTensor is passed over. None, and nothing has begun, where a tensor needs more than to be moved.
         are_given: the results are a caller's. A call that is not driven watches its sources."""
 
+    def take_digests(self, nans: Sequence[tuple[int, int, int]]) -> None:
+        """Takes digests of what arrives. nans: of each tensor, as `digest` has them. Before submit()."""
+
+    def digests(self) -> list[int | None] | None:
+        """Returns the digests of what arrived on this rank, unsigned; None for a tensor of which some comes
+        from another host. Once wait() has returned. None where none were to be taken."""
+
 class MediumCall(Call):
     """A call whose tensors the medium of its transfer moves, or brings to where they are moved."""
 

@@ -240,34 +240,38 @@ def _between(context, change, call, victim: str, **options) -> None:
 
 
 def flipped(context) -> None:
-    """One bit of what has arrived, anywhere on any rank, is another: no rank returns the weights."""
-    from meshcast.resharding.state_batches import Batch
+    """One bit of what arrives, anywhere, is another than at the source: no rank returns the weights."""
+    from meshcast.transfers import transfer as transfers
 
     fulls, layouts, destinations = model(6, 6)
     state = held_by(context.rank, fulls, layouts)
     rng = random.Random(7)
-    original = Batch._observe
+    original = transfers.PersistentTransfer.launch
+    names = [name for name in fulls if fulls[name].numel()]
     for turn in range(12):
-        name = rng.choice([each for each in fulls if fulls[each].numel()])
-        shapes = meshcast.Layout(*destinations[name]).local_shapes(fulls[name].shape)
-        ranks = [rank for rank, shape in shapes.items() if shape is not None and 0 not in shape]
-        victim, place = rng.choice(ranks), rng.randrange(1 << 30)
+        name, place = rng.choice(names), rng.randrange(1 << 30)
+        victim = None if state is None or name not in state else state[name].to_local()
 
-        def observe(self, observer, side, tensors, name=name, victim=victim, place=place):
-            for move, tensor in zip(self.moves, tensors, strict=True):
-                if side == "dst" and context.rank == victim and move.target == name:
-                    memory = tensor.reshape(-1).view(torch.uint8).numpy()
+        def launch(self, sources, *arguments, victim=victim, place=place, **options):
+            """All holders send a copy with the bit flipped; the digests are of the tensor itself."""
+            sent = list(sources)
+            for at, tensor in enumerate(sources):
+                if victim is None or tensor is None or not tensor.numel():
+                    continue
+                if tensor.data_ptr() == victim.data_ptr():
+                    sent[at] = tensor.contiguous().clone()
+                    memory = sent[at].reshape(-1).view(torch.uint8).numpy()
                     memory[place % memory.size] ^= 1
-            return original(self, observer, side, tensors)
+            return original(self, sent, *arguments, **options)
 
-        Batch._observe = observe
+        transfers.PersistentTransfer.launch = launch
         try:
             raises(
                 meshcast.MeshcastError, repr(name),
                 lambda: meshcast.reshard_state_dict(state, destinations, digest=True),
             )  # fmt: skip
         finally:
-            Batch._observe = original
+            transfers.PersistentTransfer.launch = original
         context.wait_for_all(f"flipped {turn}")
     check(meshcast.reshard_state_dict(state, destinations, digest=True), fulls, destinations, context.rank)
 

@@ -29,4 +29,9 @@ struct DigestNans {
 uint64_t digest(const StridedView& view, int64_t first, const std::array<int64_t, kMaxDims>& step,
                 const DigestNans& nans);
 
+// The same of the elements whose bytes are [begin, end) of the packed form of `view`. They have just been
+// copied: nothing is asked for ahead.
+uint64_t digest_of_copied(const StridedView& view, int64_t begin, int64_t end, int64_t first,
+                          const std::array<int64_t, kMaxDims>& step, const DigestNans& nans);
+
 }  // namespace meshcast

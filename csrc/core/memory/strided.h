@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "layout/box.h"
+#include "memory/copy_bytes.h"
 
 namespace meshcast {
 
@@ -25,9 +26,6 @@ struct StridedView {
 
 // The extents of `view` over memory in row-major order without gaps.
 StridedView packed_like(const StridedView& view, std::byte* data);
-
-// Whether what is written will be read soon, or is large and passes the caches by (stream_copy).
-enum class Write : uint8_t { Cached, Streamed };
 
 // Row-major gather of `view` into `out` and the inverse. `out`/`in` hold view.nbytes() bytes.
 void pack(const StridedView& view, std::byte* out);

@@ -48,4 +48,48 @@ void walk_runs(int ndim, const std::array<int64_t, kMaxDims>& extent, const std:
   }
 }
 
+// Cuts the bytes [begin, end) of the packed form of `view` into views and gives each, in order, to `visit`,
+// with the position of its first element: `first` is that of the view's, and `step` how far those of its
+// dimensions are apart.
+template <typename Visit>
+void walk_range(const StridedView& view, int64_t begin, int64_t end, int64_t first,
+                const std::array<int64_t, kMaxDims>& step, const Visit& visit) {
+  if (begin >= end) return;
+  if (begin == 0 && end == view.nbytes()) return visit(view, first);
+  if (view.ndim == 0) {  // part of an element
+    StridedView bytes{view.data + begin, 1, 1, {}, {}};
+    bytes.extent[0] = end - begin;
+    bytes.stride[0] = 1;
+    return visit(bytes, first);
+  }
+  StridedView row = view;
+  std::array<int64_t, kMaxDims> row_step{};
+  --row.ndim;
+  for (int d = 0; d < row.ndim; ++d) {
+    row.extent[d] = view.extent[d + 1];
+    row.stride[d] = view.stride[d + 1];
+    row_step[d] = step[d + 1];
+  }
+  const int64_t row_bytes = row.nbytes();
+  const auto visit_row = [&](int64_t index, int64_t from, int64_t to) {
+    StridedView one = row;
+    one.data = view.data + index * view.stride[0];
+    walk_range(one, from, to, first + index * step[0], row_step, visit);
+  };
+  int64_t index = begin / row_bytes;
+  const int64_t last = end / row_bytes;
+  if (index == last) return visit_row(index, begin - index * row_bytes, end - index * row_bytes);
+  if (begin % row_bytes != 0) {
+    visit_row(index, begin % row_bytes, row_bytes);
+    ++index;
+  }
+  if (index < last) {
+    StridedView whole = view;
+    whole.data += index * view.stride[0];
+    whole.extent[0] = last - index;
+    visit(whole, first + index * step[0]);
+  }
+  if (end % row_bytes != 0) visit_row(last, 0, end % row_bytes);
+}
+
 }  // namespace meshcast

@@ -14,33 +14,9 @@
 namespace meshcast {
 namespace {
 
-// A copy by the work thread lets ticks have their turn after so many bytes, which take some milliseconds.
-constexpr int64_t kPartBytes = 16 << 20;
-
-// In parts, with between() after each.
-void copy_in_parts(StridedView from, StridedView to, Write write, const std::function<void()>& between) {
-  if (to.nbytes() <= kPartBytes) {
-    copy(from, to, write);
-    between();
-    return;
-  }
-  size_t d = 0;
-  while (to.extent[d] == 1) ++d;
-  const int64_t half = to.extent[d] / 2;
-  StridedView rest_from = from;
-  StridedView rest_to = to;
-  from.extent[d] = to.extent[d] = half;
-  rest_from.extent[d] = rest_to.extent[d] = rest_to.extent[d] - half;
-  rest_from.data += half * from.stride[d];
-  rest_to.data += half * to.stride[d];
-  copy_in_parts(from, to, write, between);
-  copy_in_parts(rest_from, rest_to, write, between);
-}
-
 void make_copies(Run& run, const std::function<void()>& between) {
   const auto& copies = run.program().copies;
-  for (const CopyOp& op : copies)
-    copy_in_parts(run.view(op.from), run.view(op.to), run.write_of_copies(), between);
+  for (const CopyOp& op : copies) run.copy(op, between);
   run.complete_ops(static_cast<int64_t>(copies.size()), 0);
 }
 

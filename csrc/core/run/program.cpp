@@ -1,6 +1,7 @@
 #include "run/program.h"
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <tuple>
 #include <unordered_map>
@@ -31,17 +32,24 @@ Shard shard_of(const Layout& layout, const std::vector<int64_t>& shape, int32_t 
   return shards(layout, shape)[static_cast<size_t>(it - ranks.begin())];
 }
 
+int64_t volume_of(const Shard& shard) {
+  int64_t out = 0;
+  for (const ShardPiece& piece : shard.pieces) out += piece.box.volume();
+  return out;
+}
+
 // Finds `box` in a shard. A planner never cuts a box across two pieces of a shard.
 Part locate(const Shard& shard, const Box& box, int32_t tensor, Side side, int64_t element_bytes,
-            std::vector<BoxPlace>* places) {
+            const std::array<int64_t, kMaxDims>& step, std::vector<BoxPlace>* places) {
   for (size_t i = 0; i < shard.pieces.size(); ++i) {
     const ShardPiece& piece = shard.pieces[i];
     if (!piece.box.contains(box)) continue;
     Part part{tensor, side, static_cast<int8_t>(box.ndim), element_bytes, piece.local, {}};
     for (int d = 0; d < box.ndim; ++d) {
       const int axis = shard.places.empty() ? d : shard.places[i].axis[d];
-      const int64_t step = shard.places.empty() ? 1 : shard.places[i].step[d];
-      part.at[axis] += (box.lo[d] - piece.box.lo[d]) * step;
+      const int64_t local_step = shard.places.empty() ? 1 : shard.places[i].step[d];
+      part.at[axis] += (box.lo[d] - piece.box.lo[d]) * local_step;
+      part.first += box.lo[d] * step[d];
       part.extent[d] = box.extent(d);
     }
     if (!shard.places.empty()) {
@@ -168,6 +176,10 @@ class Projection {
     for (const Problem& problem : plan.problems) {
       locals_.push_back(
           {shard_of(problem.src, problem.shape, rank), shard_of(problem.dst, problem.shape, rank)});
+      Digestible digests;
+      int64_t step = 1;
+      for (size_t d = problem.shape.size(); d-- > 0; step *= problem.shape[d]) digests.step[d] = step;
+      program_.digests.push_back(digests);
     }
     program_.rank = local_rank(rank);
     program_.relayed = relays(plan);
@@ -177,6 +189,7 @@ class Projection {
   }
 
   Program run() {
+    counted_.resize(plan_.problems.size());
     for (const LocalCopy& copy : plan_.local_copies) {
       if (copy.rank == rank_) program_.copies.push_back(local_copy(copy));
     }
@@ -196,6 +209,9 @@ class Projection {
     if (!program_.carried_sends.empty())
       program_.most_carried = most_held_ + static_cast<int32_t>(kMessageWindow);
     sort_by_peer();
+    for (size_t i = 0; i < locals_.size(); ++i) {
+      program_.digests[i].whole = counted_[i] == volume_of(locals_[i].destination);
+    }
     return std::move(program_);
   }
 
@@ -240,18 +256,31 @@ class Projection {
   CopyOp local_copy(const LocalCopy& copy) {
     const LocalShards& local = locals_[copy.tensor];
     const int64_t bytes = plan_.problems[copy.tensor].element_bytes;
-    return {locate(local.source, copy.box, copy.tensor, Side::Source, bytes, &program_.places),
-            locate(local.destination, copy.box, copy.tensor, Side::Destination, bytes, &program_.places)};
+    const auto& step = program_.digests[copy.tensor].step;
+    CopyOp op{
+        locate(local.source, copy.box, copy.tensor, Side::Source, bytes, step, &program_.places),
+        locate(local.destination, copy.box, copy.tensor, Side::Destination, bytes, step, &program_.places)};
+    count(&op.to, copy.box);
+    return op;
   }
 
-  PartRange chunk_parts(const Chunk& chunk, Side side) {
+  void count(Part* part, const Box& box) {
+    part->counts = true;
+    counted_[part->tensor] += box.volume();
+  }
+
+  // counts: for the digests of what arrives.
+  PartRange chunk_parts(const Chunk& chunk, Side side, bool counts = false) {
     PartRange range{static_cast<int32_t>(program_.parts.size()), 0};
     for (int32_t p = chunk.piece_begin; p < chunk.piece_end; ++p) {
       const ChunkPiece& piece = plan_.pieces[p];
       const LocalShards& local = locals_[piece.tensor];
       const Shard& shard = side == Side::Source ? local.source : local.destination;
       program_.parts.push_back(locate(shard, piece.box, piece.tensor, side,
-                                      plan_.problems[piece.tensor].element_bytes, &program_.places));
+                                      plan_.problems[piece.tensor].element_bytes,
+                                      program_.digests[piece.tensor].step, &program_.places));
+      Part& part = program_.parts.back();
+      if (counts) count(&part, piece.box);
     }
     range.end = static_cast<int32_t>(program_.parts.size());
     return range;
@@ -274,7 +303,8 @@ class Projection {
     // Three cases: a value that is kept as it comes; the end of a reduction, kept as well; a partial value
     // that is only passed on, which needs a buffer of its own (carry).
     const bool belongs_here = message.reduce == ReduceOp::None || (message.last_reduce && needs(chunk));
-    if (belongs_here) op.parts = chunk_parts(chunk, Side::Destination);
+    if (belongs_here)
+      op.parts = chunk_parts(chunk, Side::Destination, message.local && message.reduce == ReduceOp::None);
     if (message.reduce != ReduceOp::None) {
       op.own = chunk_parts(chunk, Side::Source);
       if (message.last_reduce && message.reduce == ReduceOp::Avg) op.divisor = contributions(chunk);
@@ -347,6 +377,7 @@ class Projection {
   std::vector<int32_t> to_leave_;                          // by carry: sends that have not come up yet
   int32_t held_ = 0;                                       // carries, were all done in this order
   int32_t most_held_ = 0;
+  std::vector<int64_t> counted_;  // elements by tensor, for digests of what arrives
   std::unordered_map<int32_t, int32_t> next_out_;
   std::map<int32_t, int32_t>
       local_out_;  // messages by peer; all that pass between two ranks of a host are local

@@ -25,7 +25,9 @@ struct Part {
   int64_t element_bytes = 0;
   std::array<int64_t, kMaxDims> at{};  // one index for each dimension of the local tensor
   std::array<int64_t, kMaxDims> extent{};
-  int32_t place = -1;  // into Program::places; -1: the box has the dimensions of the local tensor
+  int32_t place = -1;   // into Program::places; -1: the box has the dimensions of the local tensor
+  int64_t first = 0;    // position of its first element in the whole tensor, row-major
+  bool counts = false;  // for the digest of what arrives, as it is written
 };
 
 // Parts [begin, end) of Program::parts, packed one after the other on the wire.
@@ -81,6 +83,13 @@ struct PeerOps {
   std::vector<int32_t> ops;
 };
 
+// For the digest of what arrives of one tensor: how far elements next to each other are apart in it, by
+// dimension, and whether each of the rank's shard counts as it is written.
+struct Digestible {
+  std::array<int64_t, kMaxDims> step{};
+  bool whole = false;
+};
+
 // What one rank does for one plan, in plan order. Holds no addresses: one program serves every run.
 struct Program {
   int32_t rank = -1;  // group-local
@@ -102,6 +111,7 @@ struct Program {
   int32_t most_carried = 0;            // buffers for them, see carries.h
   int64_t bytes_sent = 0;
   int64_t bytes_received = 0;
+  std::vector<Digestible> digests;  // by tensor
 };
 
 // The memory of a part in a local tensor of these strides (bytes), whose elements of `element_bytes` begin at

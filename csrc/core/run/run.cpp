@@ -16,15 +16,21 @@ namespace {
 // A core's own caches hold about so much (L2 of today's server processors: 0.5 to 2 MiB).
 constexpr int64_t kCacheBytes = int64_t{2} << 20;
 
-// Gives the parts of [offset, offset + nbytes) of a message to `visit`: view, offset in it, bytes.
+// Bytes of a local copy after which others have their turn, which take some milliseconds; and where digests are
+// taken, so many that they are still in a core's own cache.
+constexpr int64_t kPartBytes = 16 << 20;
+constexpr int64_t kDigestedBytes = 128 << 10;
+
+// Gives the parts of [offset, offset + nbytes) of a message to `visit`: part, view, offset in it, bytes.
 template <typename Visit>
 void visit_parts(const Run& run, PartRange parts, int64_t offset, int64_t nbytes, const Visit& visit) {
   for (int32_t i = parts.begin; i < parts.end && nbytes > 0; ++i) {
-    const StridedView view = run.view(run.part(i));
+    const Part& part = run.part(i);
+    const StridedView view = run.view(part);
     const int64_t size = view.nbytes();
     if (offset < size) {
       const int64_t here = std::min(nbytes, size - offset);
-      visit(view, offset, here);
+      visit(part, view, offset, here);
       nbytes -= here;
       offset = 0;
     } else {
@@ -46,6 +52,7 @@ Run::Run(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label
       send_order(program_->network_sends, sends_ahead(*program_)),
       carries(*program_),
       buffers_(std::move(buffers)),
+      digests_(std::move(buffers_.nans)),
       write_(program_->bytes_received > kCacheBytes ? Write::Streamed : Write::Cached),
       remaining_(
           static_cast<int64_t>(program_->recvs.size() + program_->sends.size() + program_->copies.size())) {
@@ -86,17 +93,58 @@ void Run::read(const SendOp& op, int64_t offset, int64_t nbytes, std::byte* out)
     std::memcpy(out, carries.data(op.carry) + offset, static_cast<size_t>(nbytes));
     return;
   }
-  visit_parts(*this, op.parts, offset, nbytes, [&](const StridedView& view, int64_t from, int64_t n) {
-    pack_range(view, from, n, out);
-    out += n;
-  });
+  visit_parts(*this, op.parts, offset, nbytes,
+              [&](const Part&, const StridedView& view, int64_t from, int64_t n) {
+                pack_range(view, from, n, out);
+                out += n;
+              });
 }
 
-void Run::write(const RecvOp& op, int64_t offset, int64_t nbytes, const std::byte* in) const {
-  visit_parts(*this, op.parts, offset, nbytes, [&](const StridedView& view, int64_t from, int64_t n) {
-    unpack_range(in, view, from, n, write_of(op));
-    in += n;
-  });
+void Run::write(const RecvOp& op, int64_t offset, int64_t nbytes, const std::byte* in) {
+  visit_parts(*this, op.parts, offset, nbytes,
+              [&](const Part& part, const StridedView& view, int64_t from, int64_t n) {
+                unpack_range(in, view, from, n, write_of(op));
+                in += n;
+                if (!digests_.taken()) return;
+                // An element that is cut counts with its last byte: pieces through shared memory, which alone
+                // count, come in order.
+                const int64_t each = view.element_bytes;
+                digests_.add(*program_, part, view, from / each * each, (from + n) / each * each);
+              });
+}
+
+void Run::copy(const CopyOp& op, const std::function<void()>& between) {
+  copy_in_parts(op, view(op.from), view(op.to), 0, between);
+}
+
+// In parts, with between() after each. offset: how far their first element is from that of the whole copy, by
+// position in the tensor.
+void Run::copy_in_parts(const CopyOp& op, StridedView from, StridedView to, int64_t offset,
+                        const std::function<void()>& between) {
+  const bool digested = digests_.taken();
+  const int64_t nbytes = to.nbytes();
+  if (nbytes <= (digested ? kDigestedBytes : kPartBytes)) {
+    meshcast::copy(from, to, digested ? Write::Cached : write_);
+    if (digested) {
+      Part part = op.to;
+      part.first += offset;
+      digests_.add(*program_, part, to, 0, nbytes);
+    }
+    between();
+    return;
+  }
+  size_t d = 0;
+  while (to.extent[d] == 1) ++d;
+  const int64_t half = to.extent[d] / 2;
+  StridedView rest_from = from;
+  StridedView rest_to = to;
+  from.extent[d] = to.extent[d] = half;
+  rest_from.extent[d] = rest_to.extent[d] = rest_to.extent[d] - half;
+  rest_from.data += half * from.stride[d];
+  rest_to.data += half * to.stride[d];
+  const int64_t step = program_->digests[static_cast<size_t>(op.to.tensor)].step[d];
+  copy_in_parts(op, from, to, offset, between);
+  copy_in_parts(op, rest_from, rest_to, offset + half * step, between);
 }
 
 const std::byte* Run::packed(const SendOp& op) {

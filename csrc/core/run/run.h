@@ -5,8 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "common/sync.h"
@@ -15,6 +17,7 @@
 #include "run/carries.h"
 #include "run/plan_order.h"
 #include "run/program.h"
+#include "run/run_digests.h"
 #include "run/run_state.h"
 #include "transport/transport.h"
 
@@ -42,6 +45,7 @@ struct Buffers {
   std::vector<TensorMemory> source;
   std::vector<TensorMemory> destination;
   std::vector<ElementType> types;  // of the sources that are reduced; may be empty where none is
+  std::vector<DigestNans> nans;    // of the tensors, where digests of what arrives are taken; else empty
   std::shared_ptr<void> keepalive;
 };
 
@@ -79,16 +83,20 @@ class Run final : public RunState {
   // The bytes [offset, offset + nbytes) of a message in its packed form, which is its parts one behind the
   // other: read from where they lie, or written to where they belong.
   void read(const SendOp& op, int64_t offset, int64_t nbytes, std::byte* out);
-  void write(const RecvOp& op, int64_t offset, int64_t nbytes, const std::byte* in) const;
+  void write(const RecvOp& op, int64_t offset, int64_t nbytes, const std::byte* in);
+
+  // Makes a copy of the program; calls between() now and then, without any lock.
+  void copy(const CopyOp& op, const std::function<void()>& between);
 
   // Where a message lies as one piece of memory; else null.
   const std::byte* packed(const SendOp& op);
   std::byte* packed(const RecvOp& op) const;
 
-  // How a local copy, or what arrives for `op`, is written: past the caches where the run fills more memory
-  // than they hold, unless it is read again at once, to be forwarded.
-  Write write_of_copies() const { return write_; }
-  Write write_of(const RecvOp& op) const { return op.forwards.empty() ? write_ : Write::Cached; }
+  // How what arrives for `op` is written: past the caches where the run fills more memory than they hold,
+  // unless it is read again at once, to be forwarded or for its digest.
+  Write write_of(const RecvOp& op) const {
+    return op.forwards.empty() && !(op.local && digests_.taken()) ? write_ : Write::Cached;
+  }
 
   void pin();    // a request or a copy that touches the tensors begins ...
   void unpin();  // ... and ends
@@ -104,6 +112,7 @@ class Run final : public RunState {
 
   int64_t received_bytes() const override;
   int64_t sent_bytes() const override;
+  std::optional<uint64_t> digest(size_t tensor) const override { return digests_.total(program(), tensor); }
 
   // Written by Engine::start before the run is known to any other thread: the transports that it uses; one
   // ticket for each send of the program, the channels that it sends to and receives from, and the position of
@@ -134,7 +143,11 @@ class Run final : public RunState {
   std::byte* in_one_piece(PartRange parts) const;
   void end_if_due(std::unique_lock<Mutex> lock, bool forced);
 
+  void copy_in_parts(const CopyOp& op, StridedView from, StridedView to, int64_t offset,
+                     const std::function<void()>& between);
+
   Buffers buffers_;
+  RunDigests digests_;
   const Write write_;
   std::atomic<bool> driven_{false};  // its end wakes who drives
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -65,6 +66,9 @@ class RunState {
 
   virtual int64_t received_bytes() const = 0;
   virtual int64_t sent_bytes() const = 0;  // counted by receiver, as Program::bytes_sent
+  // Of what arrived of a tensor on this rank; none where no digest is taken of all of it. Whole once the run
+  // has ended well.
+  virtual std::optional<uint64_t> digest(size_t /*tensor*/) const { return std::nullopt; }
   int64_t expected_bytes() const { return program_->bytes_received; }
 
   // Ends with an error of its own, before that of its group comes; the first counts. Not of a GPU's.

@@ -733,4 +733,5 @@ def _write(process: _Process, folder: str, limit: float) -> _Result:
         return "", "no record: it has just ended"
     if answer is None:
         return _SILENT
-    return str(answer.get("written", "")), f"no record: {answer.get('error')}"
+    error = answer.get("error")
+    return str(answer.get("written", "")), "" if error is None else f"no record: {error}"

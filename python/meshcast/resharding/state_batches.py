@@ -18,9 +18,9 @@ from ..errors import DeadlineExceededError, MeshcastError, mark_reported
 from ..groups.parent import ParentGroup
 from ..layout import Box, Layout
 from ..planning.plan import Problem
-from ..transfers.digest import added, pieces_digest, shard_digest
+from ..transfers.digest import added, nans_of, pieces_digest, shard_digest
 from ..transfers.medium import Casts, Ends, fresh, require_gpu
-from ..transfers.transfer import Call, PersistentTransfer, PlanOptions, ranks_of
+from ..transfers.transfer import Call, PersistentTransfer, PlanOptions, ranks_of, taken_digests
 from .compiled import Reduction, reduction_inside
 from .meshes import ranks_text
 from .state_entries import OP, Agreed, Move, Terms, mismatch
@@ -141,7 +141,8 @@ class Batch:
         call = None
         if self._transfer is not None:
             left = max(deadline - time.monotonic(), 1e-3)
-            call = self._call = self._transfer.launch(sources, targets, left, driven=True)
+            nans = None if digests is None else [nans_of(move.problem.dtype) for move in self.moves]
+            call = self._call = self._transfer.launch(sources, targets, left, driven=True, nans=nans)
         try:
             try:  # beside the transfer, which reads the same memory
                 self._observe(digests, "src", sources)
@@ -150,7 +151,7 @@ class Batch:
                     call.wait()
             if call is not None and self._device_types != ("cpu", "cpu"):
                 _end_on_gpu(call, deadline)
-            self._observe(digests, "dst", targets)
+            self._observe(digests, "dst", targets, None if call is None else taken_digests(call))
             for name, local in landing.items():
                 arriving[name].copy_(local)
         except Exception as error:
@@ -158,10 +159,23 @@ class Batch:
             raise
         return [] if call is None else [call]
 
-    def _observe(self, digests: Digests | None, side: str, tensors: Sequence[torch.Tensor | None]) -> None:
-        for move, tensor in zip(self.moves, tensors, strict=True):
-            if digests is not None and tensor is not None:
+    def _observe(
+        self,
+        digests: Digests | None,
+        side: str,
+        tensors: Sequence[torch.Tensor | None],
+        taken: Sequence[int | None] | None = None,
+    ) -> None:
+        """Notes the digests of shards. taken: those that the transfer has taken as they arrived; the others
+        are taken in a pass."""
+        for at, (move, tensor) in enumerate(zip(self.moves, tensors, strict=True)):
+            if digests is None or tensor is None:
+                continue
+            known = None if taken is None else taken[at]
+            if known is None or tensor.dtype != move.problem.dtype:
                 digests.observe(move, side, tensor)
+            else:
+                digests.note(side, move, known)
 
     def _outgoing(self, move: Move, local: torch.Tensor) -> torch.Tensor:
         """Returns this rank's shard of the source as the transfer is given it."""
@@ -306,15 +320,16 @@ class Digests:
         else:
             own = src.pieces(shape)[self._rank][1]
             if any(self._rank in ranks and len(ranks) > 1 for ranks in _holders(src, shape).values()):
-                self._note("all", move, pieces_digest(local, own, shape, dtype))
+                self.note("all", move, pieces_digest(local, own, shape, dtype))
             digest = added(
                 each
                 for box, times in _counted(move.problem, self._rank)
                 for each in [pieces_digest(local, _inside(own, box), shape, dtype)] * times
             )
-        self._note(side, move, digest)
+        self.note(side, move, digest)
 
-    def _note(self, side: str, move: Move, digest: int) -> None:
+    def note(self, side: str, move: Move, digest: int) -> None:
+        """Notes the digest of a shard, unsigned or not."""
         signed = (digest + _MODULUS // 2) % _MODULUS - _MODULUS // 2
         self._numbers[side][self._positions[move.source, move.target]] = signed
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..base.boxes import Piece, piece_view
     from ..layout import Box, Layout
 
-__all__ = ["added", "pieces_digest", "shard_digest", "values_digest"]
+__all__ = ["added", "nans_of", "pieces_digest", "shard_digest", "values_digest"]
 
 _ELEMENTS = 1 << 20  # at a time, where a copy of them is made
 _BLOCK = 4096  # words
@@ -88,7 +88,7 @@ def _box_digest(part: torch.Tensor, box: Box, shape: Sequence[int], dtype: torch
         return 0
     low = [begin for begin, _ in box]
     if part.is_cpu and part.dtype == dtype and not (part.is_conj() or part.is_neg()):
-        return _C.digest(part, low, list(shape), *_nans_of(dtype))
+        return _C.digest(part, low, list(shape), *nans_of(dtype))
     if part.ndim == 0:
         part, low, shape = part.reshape(1), [0], [1]
     found, rows = [], max(1, _ELEMENTS // max(part[0].numel(), 1))
@@ -96,12 +96,13 @@ def _box_digest(part: torch.Tensor, box: Box, shape: Sequence[int], dtype: torch
         block = part[begin : begin + rows].to(dtype).resolve_conj().resolve_neg()
         at = [low[0] + begin, *low[1:]]
         summed = _C.digest if block.is_cpu else _digest_by_torch
-        found.append(summed(block, at, list(shape), *_nans_of(dtype)))
+        found.append(summed(block, at, list(shape), *nans_of(dtype)))
     return added(found)
 
 
 @cache
-def _nans_of(dtype: torch.dtype) -> _Nans:
+def nans_of(dtype: torch.dtype) -> tuple[int, int, int]:
+    """Returns which values of a type are NaNs, as DigestNans in C++."""
     real = dtype.to_real() if dtype.is_complex else dtype
     return _FLOATS.get(real, _Nans())
 

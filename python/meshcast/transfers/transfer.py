@@ -37,6 +37,7 @@ __all__ = [
     "REVERSE_LANE",
     "kept_transfer",
     "ranks_of",
+    "taken_digests",
 ]
 
 T = TypeVar("T")
@@ -181,8 +182,17 @@ class PersistentTransfer:
         """Drops the plan; transfers in flight go on. Later starts raise."""
         self._core.close(MeshcastError(f"{self._op}: the transfer was closed", op=self._op))
 
-    def launch(self, src: Shards, dst: Shards, timeout: float, *, driven: bool = False) -> Call:
-        """start() below the handle. driven: the caller waits at once, and helps to move the data."""
+    def launch(
+        self,
+        src: Shards,
+        dst: Shards,
+        timeout: float,
+        *,
+        driven: bool = False,
+        nans: Sequence[tuple[int, int, int]] | None = None,
+    ) -> Call:
+        """start() below the handle. driven: the caller waits at once, and helps to move the data. nans: see
+        HostCall.take_digests; other calls take none."""
         call: Call | None = None
         try:
             if self._medium is None:
@@ -194,6 +204,8 @@ class PersistentTransfer:
                 if self._medium is not None:
                     self._medium.check((*src, *dst))
                 self._bring(call, src, dst, reverse=False)
+            if nans is not None and isinstance(call, _C.HostCall):
+                call.take_digests(nans)
         except Exception as error:
             found = Caller(self._op, self._group.rank).typed(error)
             (call.flight if call is not None else self._core.new_flight(reverse=False)).failed(found)
@@ -333,6 +345,11 @@ def _facts(plan: Plan, rank: int) -> dict[str, Any]:
         "bytes_received": plan.bytes_received(rank),
         "bound": plan.lower_bound,  # seconds
     }
+
+
+def taken_digests(call: Call) -> list[int | None] | None:
+    """Returns what HostCall.digests does; None for other calls."""
+    return call.digests() if isinstance(call, _C.HostCall) else None
 
 
 def ranks_of(problems: Sequence[Problem]) -> list[int]:

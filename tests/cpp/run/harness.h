@@ -189,8 +189,9 @@ struct RankRun {
   std::shared_ptr<Run> run;
 };
 
+// nans: as Buffers has them.
 inline RankRun start_rank(Cluster& cluster, const Plan& plan, int rank, RunLabel label,
-                          std::chrono::milliseconds limit) {
+                          std::chrono::milliseconds limit, std::vector<DigestNans> nans = {}) {
   const Problem& problem = plan.problems.front();
   RankRun part;
   const Shard source = shard_of(problem.src, problem.shape, rank);
@@ -201,6 +202,7 @@ inline RankRun start_rank(Cluster& cluster, const Plan& plan, int rank, RunLabel
   Buffers buffers;
   buffers.source = {part.source.memory};
   buffers.destination = {part.destination.memory};
+  buffers.nans = std::move(nans);
   part.run = cluster.engine(rank).start(
       std::make_shared<const Program>(project(plan, rank, cluster.group(), cluster.local(rank))), buffers,
       std::move(label), Clock::now() + limit);

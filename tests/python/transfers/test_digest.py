@@ -9,9 +9,9 @@ import torch
 from meshcast import _C, Layout
 from meshcast.transfers.digest import (
     _digest_by_torch,
-    _nans_of,
     _weights,
     added,
+    nans_of,
     pieces_digest,
     shard_digest,
 )
@@ -59,8 +59,8 @@ def test_cpu_and_gpu_agree_whatever_the_strides(dtype: torch.dtype) -> None:
         x = drawn(rng, tuple(size + rng.randrange(2) for size in shape), dtype)
         x = x.permute(order).contiguous().permute([order.index(d) for d in range(ndim)])
         x = x[tuple(slice(size) for size in shape)]
-        expected = _digest_by_torch(x, low, of, *_nans_of(dtype))
-        assert _C.digest(x, low, of, *_nans_of(dtype)) == expected, (shape, low, of, order)
+        expected = _digest_by_torch(x, low, of, *nans_of(dtype))
+        assert _C.digest(x, low, of, *nans_of(dtype)) == expected, (shape, low, of, order)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
