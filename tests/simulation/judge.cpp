@@ -361,7 +361,8 @@ class Judge {
                                       each.text));
   }
 
-  // A rank that waits for long says so, names the rank that its error names later, and never itself.
+  // A rank that waits for long says so, and never names itself. It names the rank that its error names later,
+  // unless that one was in the call by then and failed while the ranks waited for others.
   void judge_notices() const {
     for (const Noticed& each : found_.noticed)
       if (std::find(each.wait.ranks.begin(), each.wait.ranks.end(), each.wait.rank) != each.wait.ranks.end() ||
@@ -370,19 +371,28 @@ class Judge {
                                     each.wait.rank, each.wait.seconds, each.wait.call));
     // Who knows of a refused call no longer looks who is in the calls before it.
     if (!program_.faults.empty() || !all_wait() || !program_.sides.empty() || has_refusals()) return;
-    for (int rank = 0; rank < program_.ranks; ++rank)
-      for (const Ending& each : found_.endings[static_cast<size_t>(rank)]) {
+    for (int rank = 0; rank < program_.ranks; ++rank) {
+      const auto& its = found_.endings[static_cast<size_t>(rank)];
+      for (size_t call = 0; call < its.size(); ++call) {
+        const Ending& each = its[call];
         const double took = std::chrono::duration<double>(each.at - each.begun).count();
         if (each.error != ErrorKind::DeadlineExceeded || took < kSurelyNoticed) continue;
         const bool noticed =
             std::any_of(found_.noticed.begin(), found_.noticed.end(), [&](const Noticed& notice) {
               const auto& ranks = notice.wait.ranks;
               return notice.wait.rank == rank && notice.at >= each.begun && notice.at <= each.at &&
-                     (each.peer < 0 || std::find(ranks.begin(), ranks.end(), each.peer) != ranks.end());
+                     (each.peer < 0 || was_in(each.peer, call, notice.at) ||
+                      std::find(ranks.begin(), ranks.end(), each.peer) != ranks.end());
             });
         if (!noticed)
           throw Violation(fmt::format("rank {} did not notice how long it waits: {}", rank, each.text));
       }
+    }
+  }
+
+  bool was_in(int rank, size_t call, Clock::duration at) const {
+    const auto& its = found_.endings[static_cast<size_t>(rank)];
+    return call < its.size() && its[call].begun <= at;
   }
 
   // In a call in which ranks differ, up to this one.

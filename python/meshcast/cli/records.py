@@ -638,9 +638,11 @@ def run_dump(arguments: argparse.Namespace) -> int:
         )
     folders = sorted({str(Path(path).parent) for path, _ in written if path})
     if arguments.json:
-        names = ("process", "rank", "record", "problem")
-        rows = [(each.number, each.rank, *result) for each, result in zip(chosen, written, strict=True)]
-        print(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2))
+        rows = [
+            {"process": each.number, "rank": each.rank, "record": path, "problem": problem}
+            for each, (path, problem) in zip(chosen, written, strict=True)
+        ]
+        print(json.dumps(rows, indent=2))
     else:
         for process, (path, problem) in zip(chosen, written, strict=True):
             print(f"{process}: {path or problem}")
