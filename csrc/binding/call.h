@@ -102,12 +102,17 @@ class Call : public Start {
   // `tensor` was written.
   void copy_at_end(at::Tensor to, at::Tensor from) { copied_.emplace_back(std::move(to), std::move(from)); }
   void wrote(at::Tensor tensor) { written_.push_back(std::move(tensor)); }
-  // A source, as it is now: who waits learns whether it was changed meanwhile. A tensor made in inference mode
-  // does not count what is written on it.
-  void watch(at::Tensor source);
-  // The first such source that was changed, with its version when it was given.
-  std::optional<std::pair<at::Tensor, uint32_t>> changed() const;
-  // wait_for_all(), and lets go of the sources. False where one was changed before the end, after which nothing
+  // A source, whose memory is not kept: who waits learns whether it was changed meanwhile. A tensor made in
+  // inference mode does not count what is written on it.
+  struct Watched {
+    c10::VariableVersion counter;  // of the tensor and all of its views
+    uint32_t version = 0;          // when it was given
+    std::vector<int64_t> shape;
+  };
+  void watch(const at::Tensor& source);
+  // The first such source that was changed.
+  std::optional<Watched> changed() const;
+  // wait_for_all(), and watches no longer. False where one was changed before the end, after which nothing
   // is waited for, or in the wait.
   bool wait_unchanged();
   bool completes();                                          // is_completed(), and notes what the next one says
@@ -155,7 +160,7 @@ class Call : public Start {
   std::vector<std::pair<at::Tensor, at::Tensor>> copied_;
   std::vector<at::Tensor> written_;
   mutable std::mutex watch_mutex_;  // whoever holds it waits for nothing
-  std::vector<std::pair<at::Tensor, uint32_t>> watched_;
+  std::vector<Watched> watched_;
   std::atomic<bool> ended_unchanged_{false};
   std::mutex finish_mutex_;
   bool finished_ = false;

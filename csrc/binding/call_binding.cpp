@@ -243,18 +243,17 @@ void Call::wait_for_all() {
     if (const auto news = group_->take_news()) throw Error(*news);
 }
 
-void Call::watch(at::Tensor source) {
+void Call::watch(const at::Tensor& source) {
   if (source.is_inference()) return;
-  const uint32_t version = source.unsafeGetTensorImpl()->version_counter().current_version();
+  const c10::VariableVersion& counter = source.unsafeGetTensorImpl()->version_counter();
   const std::lock_guard lock(watch_mutex_);
-  watched_.emplace_back(std::move(source), version);
+  watched_.push_back({counter, counter.current_version(), source.sizes().vec()});
 }
 
-std::optional<std::pair<at::Tensor, uint32_t>> Call::changed() const {
+std::optional<Call::Watched> Call::changed() const {
   const std::lock_guard lock(watch_mutex_);
-  for (const auto& [source, version] : watched_)
-    if (source.unsafeGetTensorImpl()->version_counter().current_version() != version)
-      return std::pair(source, version);
+  for (const Watched& each : watched_)
+    if (each.counter.current_version() != each.version) return each;
   return std::nullopt;
 }
 
@@ -262,9 +261,8 @@ bool Call::wait_unchanged() {
   if (changed()) return false;
   wait_for_all();
   if (changed()) return false;
-  std::vector<std::pair<at::Tensor, uint32_t>> watched;  // freed without the lock
   const std::lock_guard lock(watch_mutex_);
-  watched.swap(watched_);
+  watched_.clear();
   return true;
 }
 
@@ -548,11 +546,11 @@ void watch_sources(Call& call, const py::iterable& sources, py::handle out) {
   const auto target = own_of(out);
   const void* const written = target ? storage_of(*target) : nullptr;
   for (const py::handle source : sources) {
-    auto own = own_of(source);
+    const auto own = own_of(source);
     if (!own || (written && storage_of(*own) == written)) continue;
     const at::Tensor& whole = THPVariable_Unpack(source.ptr());
     if (!whole.is_same(*own)) call.watch(whole);
-    call.watch(std::move(*own));
+    call.watch(*own);
   }
 }
 
@@ -624,7 +622,13 @@ void bind_call(py::module_& m) {
       .def("is_completed", &Call::completes, NoGil())
       .def_property_readonly("ended_unchanged", &Call::ended_unchanged)
       .def("watch", &watch_sources, py::arg("sources"), py::arg("out") = py::none())
-      .def("changed", &Call::changed, NoGil())
+      .def("changed",
+           [](const Call& self) -> std::optional<std::tuple<std::vector<int64_t>, uint32_t, uint32_t>> {
+             auto found = self.changed();
+             if (!found) return std::nullopt;
+             const uint32_t now = found->counter.current_version();
+             return std::tuple(std::move(found->shape), found->version, now);
+           })
       .def("is_settled", &Call::is_settled, NoGil())
       .def("make_final", &Call::make_final, NoGil())
       .def("when_settled", &Call::when_settled, py::arg("call"))

@@ -441,8 +441,9 @@ class Call:
     def wait_unchanged(self) -> bool:
         """wait(); False where a watched tensor was changed before it began, or before it ended."""
 
-    def changed(self) -> tuple[Tensor, int] | None:
-        """Returns the first watched tensor that was changed, and its version when it was given."""
+    def changed(self) -> tuple[list[int], int, int] | None:
+        """Returns the shape of the first watched tensor that was changed, its version when it was given, and
+        now."""
 
     ended_unchanged: bool
     """True once is_completed() has found that the call ended before any source was changed."""

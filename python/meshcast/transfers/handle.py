@@ -216,10 +216,10 @@ class Handle(Generic[T]):
         return found
 
 
-def _changed(op: str, tensor: torch.Tensor, version: int) -> MeshcastError:
+def _changed(op: str, shape: list[int], version: int, now: int) -> MeshcastError:
     return MeshcastError(
-        f"{op}: a source of shape {tuple(tensor.shape)} {CHANGED} (version {version} "
-        f"when called, {tensor._version} now): the result may mix old and new values. Wait "
+        f"{op}: a source of shape {tuple(shape)} {CHANGED} (version {version} "
+        f"when called, {now} now): the result may mix old and new values. Wait "
         "before changing the source, or pass copy=True.",
         op=op,
         phase="transfer",
