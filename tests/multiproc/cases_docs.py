@@ -8,7 +8,6 @@ import inspect
 import re
 import sys
 import textwrap
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
@@ -27,7 +26,7 @@ _names: dict[str, dict] = {}  # of each page: what its programs have defined so 
 
 
 def _for_pipelining(rank: int) -> dict:
-    """A stage of one layer on each rank, which the page takes for granted."""
+    """A stage of one layer on each rank."""
     meshes = [DeviceMesh("cpu", [each]) for each in range(4)]
     torch.manual_seed(0)
     submodule = torch.nn.Linear(8, 8)
@@ -40,7 +39,6 @@ def _for_pipelining(rank: int) -> dict:
         "mesh": meshes[rank],
         "loss_fn": torch.nn.functional.cross_entropy,
         "cross_entropy": torch.nn.functional.cross_entropy,
-        "Schedule1F1B": pipelining.Schedule1F1B,
         "optimizer": torch.optim.SGD(submodule.parameters(), lr=0.1),
         "topology": meshcast.Topology.uniform(ranks_per_host=4, nic_gbps=25),
         "x": torch.randn(32, 8),
@@ -48,39 +46,18 @@ def _for_pipelining(rank: int) -> dict:
     }
 
 
-def _for_integrations(rank: int) -> dict:
-    """Rows on two ranks, columns on two others."""
-    a, b = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
-    trained = distribute_tensor(torch.ones(4, 2), a, [Shard(0)], src_data_rank=None)
-    serving = distribute_tensor(torch.zeros(4, 2), b, [Shard(1)], src_data_rank=None)
-    return {"trained": {"w": trained} if rank < 2 else {}, "serving": {"w": serving}}
-
-
-def _for_dashboards(rank: int) -> dict:
-    """A step that moves rows of two ranks to columns of two others."""
-    a, b = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
-    x = distribute_tensor(torch.ones(4, 2), a, [Shard(0)], src_data_rank=None)
-    step = partial(meshcast.reshard, x, b, [Shard(1)])
-    return {**IMPORTED, "train_one_step": step, "rank": rank}
-
-
-PREPARED = {
-    "docs/resharding.md": lambda _: {},
-    "docs/pipelining.md": _for_pipelining,
-    "docs/integrations.md": _for_integrations,
-    "docs/elastic.md": lambda _: dict(IMPORTED),
-    "docs/dashboards.md": _for_dashboards,
-}
+PAGES = tuple(
+    f"docs/{name}.md" for name in ("resharding", "pipelining", "integrations", "elastic", "dashboards")
+)
 
 
 def _running(program: doc_blocks.Block):
     def case(context) -> None:
         assert context.world == 4
-        if program.page not in _names:
-            _names[program.page] = PREPARED[program.page](context.rank)
+        names = _names.setdefault(program.page, {})
         # Line numbers are those of the page.
         text = "\n" * (program.line - 1) + program.text
-        exec(compile(text, program.page, "exec"), _names[program.page])
+        exec(compile(text, program.page, "exec"), names)
 
     case.__name__ = f"{Path(program.page).stem}_line_{program.line}"
     return case
@@ -201,7 +178,7 @@ def documented(package: str) -> list[str]:
 
 
 CASES = [
-    *[_running(program) for page in PREPARED for program in doc_blocks.programs(page)],
+    *[_running(program) for page in PAGES for program in doc_blocks.programs(page)],
     weights_have_arrived,
     the_loss_is_a_pair,
     pipelines_have_trained,

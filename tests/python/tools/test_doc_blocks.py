@@ -46,6 +46,22 @@ def test_every_program_is_run(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", doc_blocks.pages())
+def test_programs_define_what_they_use(page: str) -> None:
+    together = RUN_BY.get(page) == "tests/multiproc/cases_docs.py"
+    for block, name in doc_blocks.undefined(doc_blocks.programs(page), together=together):
+        pytest.fail(f"{page}:{block.line}: {name} is not defined; define it, or begin with '# Fragment: why'")
+
+
+def test_a_name_from_nowhere_is_found() -> None:
+    text = "import torch\n\n\ndef make():\n    return [torch.ones(size) for _ in range(count)]\n"
+    block = doc_blocks.Block("page.md", 1, "python", text, "")
+    assert [name for _, name in doc_blocks.undefined([block], together=True)] == ["count", "size"]
+    before = doc_blocks.Block("page.md", 9, "python", "size = 1\ncount = 2\n", "")
+    assert not list(doc_blocks.undefined([before, block], together=True))
+    assert list(doc_blocks.undefined([before, block], together=False))
+
+
+@pytest.mark.parametrize("page", doc_blocks.pages())
 def test_every_block_is_of_a_kind(page: str) -> None:
     for block in doc_blocks.blocks(page):
         known = block.language in ("python", "", "bash") or block.language.startswith("{")
