@@ -19,6 +19,7 @@ from meshcast import cli
 # Which test runs the programs of a page: all of them, as doc_blocks.programs lists them.
 RUN_BY = {
     "README.md": "tests/multiproc/test_start_pages.py",
+    "docs/coming_from_torch.md": "tests/multiproc/cases_docs.py",
     "docs/dashboards.md": "tests/multiproc/cases_docs.py",
     "docs/elastic.md": "tests/multiproc/cases_docs.py",
     "docs/integrations.md": "tests/multiproc/cases_docs.py",
