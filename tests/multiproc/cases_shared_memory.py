@@ -107,7 +107,9 @@ def one_thread_for_all_groups(context) -> None:
         mine, got = (torch.full((2,), number), None) if context.rank < 2 else (None, torch.empty(2).long())
         meshcast.reshard_local(mine, src, got, dst, shape=(4,), dtype=torch.int64, group=group)
         assert got is None or torch.equal(got, torch.full((2,), number))
-    assert [name for name in lasting_threads() if name != "async"] == ["mc-progress", "mc-work"]
+    assert [name for name in lasting_threads() if name != "async"] == [
+        "mc-progress", "mc-record", "mc-work",
+    ]  # fmt: skip
     context.wait_for_all("all groups have moved something")
     end = time.monotonic() + 20.0
     before = -1

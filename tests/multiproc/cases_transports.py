@@ -126,15 +126,15 @@ def bad_values(context) -> None:
 
 def groups_share_threads_and_connections(context) -> None:
     """With one group and with many, small calls and large ones: a thread for messages, one for deadlines and
-    copies, UCX's own."""
+    copies, one that answers who asks for the flight record, UCX's own."""
     groups = [dist.new_group(list(range(4))) for _ in range(_GROUPS)]
     move(context.rank, groups[0])
-    assert lasting_threads() == ["async", "mc-progress", "mc-work"]
+    assert lasting_threads() == ["async", "mc-progress", "mc-record", "mc-work"]
     sockets = open_sockets()
     for group in groups[1:]:
         move(context.rank, group)
     move(context.rank, groups[0], rows=300_000)
-    assert lasting_threads() == ["async", "mc-progress", "mc-work"]
+    assert lasting_threads() == ["async", "mc-progress", "mc-record", "mc-work"]
     # Each process group that private groups are made from has a connection to the store.
     assert open_sockets() <= sockets + len(groups) - 1, (open_sockets(), sockets)
 
