@@ -1,6 +1,7 @@
 #include "plan/best_plan.h"
 
 #include <algorithm>
+#include <tuple>
 
 namespace meshcast {
 namespace {
@@ -11,7 +12,7 @@ constexpr int64_t kUrgeRounds = 12;
 struct PortLoad {
   int64_t ns = 0;
   int64_t hops = 0;
-  auto operator<=>(const PortLoad&) const = default;
+  bool operator<(const PortLoad& other) const { return std::tie(ns, hops) < std::tie(other.ns, other.hops); }
 };
 
 // No schedule of hops ends before their busiest port: cheaper to know than the schedule.
