@@ -61,6 +61,7 @@ class ShmProgress final : public Source {
   bool arm(Who who) override;
   void disarm(Who who) override;
   void kept_by(Keeper keeper) override;
+  int patience() override { return 256; }  // about 10 us: a peer that makes its next call is seen awake
 
   const ShmBell& bell() const { return bell_; }
   // The bell of a peer's process, given what its ShmBell::fds() are here. One for all groups with that process.
