@@ -4,6 +4,7 @@
 #   TORCH_INDEX_URL  package index to take torch from                    default pip's own
 #   JOBS             parallel compiler processes                         default number of cores
 #   WERROR           ON: compiler warnings are errors                    default OFF
+#   UNITY            OFF: each source by itself, see CONTRIBUTING.md      default ON
 #   MESHCAST_CUDA    AUTO, ON or OFF                                     default AUTO
 #   FUZZ_SECONDS     how long each fuzz target runs                     default 60
 #   FUZZ_SEED        which inputs it tries                              default 0, a random one
@@ -21,6 +22,7 @@ TORCH_SPEC ?= torch==2.13.0
 TORCH_INDEX_URL ?=
 JOBS ?= $(shell nproc)
 WERROR ?= OFF
+UNITY ?= ON
 MESHCAST_CUDA ?= AUTO
 PYTEST_ARGS ?=
 MATRIX ?=
@@ -38,7 +40,7 @@ PY := $(abspath $(VENV)/bin/python)
 PIP := $(PY) -m pip install -q --disable-pip-version-check
 TORCH_STAMP := $(VENV)/.stamp-$(subst /,_,$(subst $() ,_,$(TORCH_SPEC)))
 CONFIGURE := -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix Makefiles"') \
-             -DPython_EXECUTABLE=$(PY) -DMESHCAST_WERROR=$(WERROR) -DMESHCAST_CUDA=$(MESHCAST_CUDA) \
+             -DPython_EXECUTABLE=$(PY) -DMESHCAST_WERROR=$(WERROR) -DMESHCAST_UNITY=$(UNITY) -DMESHCAST_CUDA=$(MESHCAST_CUDA) \
              $(shell command -v ccache >/dev/null && echo -DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 # The lock serialises builds that several people or tools start in one tree.
 LOCK := flock build/.lock
