@@ -23,7 +23,7 @@ import doc_blocks
 TORCHS = re.compile(r"\[W.*\] \[c10d\] The hostname of the client socket cannot be retrieved")
 LIMIT = 150  # seconds for a program; it takes about 5 on an idle machine
 # Longer forms of what README.md shows.
-SLOW = ("docs/start/move_weights.md", "docs/start/train_a_pipeline.md")
+SLOW = ("docs/start.md", "docs/start/train_a_pipeline.md")
 PAGES = ("README.md", "docs/start/plan_only.md", *SLOW)
 PROGRAMS = [
     pytest.param(

@@ -100,7 +100,7 @@ FLIGHT_RECORD = Setting(
     "a path, or none",
     "`import meshcast`",
     "Each rank writes its last 2,000 calls to PATH.rankN when a call fails, when the program ends, and when "
-    "`python -m meshcast dump` or SIGUSR1 asks for them; none: on request alone (stuck_jobs.md).",
+    "`python -m meshcast dump` or SIGUSR1 asks for them; none: on request alone (observing.md).",
 )
 HOST_ID = Setting(
     "MESHCAST_HOST_ID",
@@ -172,7 +172,7 @@ WAIT_NOTICE = Setting(
     "a number of seconds up to 31536000, such as 30 or 0.5; 0 turns it off",
     "`import meshcast`",
     "A rank that has waited in a call for so long says so in one line on stderr, or in the program's log, "
-    "with the ranks that it waits for (stuck_jobs.md).",
+    "with the ranks that it waits for (observing.md).",
     limits=(0, 31536000),
     fraction=True,
 )

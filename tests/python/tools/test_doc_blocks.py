@@ -25,7 +25,7 @@ RUN_BY = {
     "docs/integrations.md": "tests/multiproc/cases_docs.py",
     "docs/pipelining.md": "tests/multiproc/cases_docs.py",
     "docs/resharding.md": "tests/multiproc/cases_docs.py",
-    "docs/start/move_weights.md": "tests/multiproc/test_start_pages.py",
+    "docs/start.md": "tests/multiproc/test_start_pages.py",
     "docs/start/plan_only.md": "tests/multiproc/test_start_pages.py",
     "docs/start/train_a_pipeline.md": "tests/multiproc/test_start_pages.py",
 }
