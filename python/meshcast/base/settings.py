@@ -114,7 +114,7 @@ HUGE_PAGES = Setting(
     "1",
     "0, which leaves the memory of results to torch, or 1",
     "a group is made",
-    "Whether results on the CPU of 2 MiB and more take memory that an earlier one has freed, or ask for huge "
+    "Lets results on the CPU of 2 MiB and more take memory that an earlier one has freed, or ask for huge "
     "pages (resharding.md).",
     choices=("0", "1"),
 )
@@ -146,7 +146,7 @@ SHM_MB = Setting(
     "64",
     f"a number of MiB from 1 to {1 << 20}",
     "a group is made",
-    "What one process maps at most for all its groups, in MiB.",
+    "The most that one process maps for all its groups, in MiB.",
     limits=(1, 1 << 20),
 )
 TRANSPORT = Setting(
