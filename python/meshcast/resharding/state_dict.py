@@ -2,7 +2,7 @@
 its rollout workers, without a checkpoint.
 
 StateResharder: calls of reshard_state_dict that differ in their values alone. Their common part is checked
-    and compiled once.
+and compiled once.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def reshard_state_dict(
             digests alone.
         layouts: {name: Layout} of plain tensors that are no copies, by their names in
             state_dict: each rank of the Layout has its local tensor. (Layout, shape) where the layout does
-                not determine the global shape, as boxes do.
+            not determine the global shape, as boxes do.
         rename: from the names in state_dict to those of maps and destinations: a mapping, in which names that
             stay are left out, or a function of the name. None as a name leaves an entry out.
         maps: TensorMaps, for tensors that are joined, cut, stacked or transposed on the way; the same on
