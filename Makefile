@@ -202,7 +202,7 @@ docs: build $(VENV)/.stamp-docs ## the site, in build/docs/html; it needs no net
 
 # ---- style -----------------------------------------------------------------------------------------------
 
-metrics: build $(VENV)/.stamp-dev ## print the table of docs/metrics.md
+metrics: build $(VENV)/.stamp-dev ## print the table of docs/design.md
 	@PYTHONPATH=$(CURDIR)/python $(PY) tools/metrics.py
 
 lint: configure $(VENV)/.stamp-lint ## style, types, layers and clang-tidy

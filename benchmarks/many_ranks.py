@@ -5,7 +5,7 @@ its own, so that all messages go over loopback. Half of them send to the other h
 where each rank has one peer, or rows to columns, where each has half of the ranks. The machine has fewer
 cores than that, so times are processor time of the rank, all its threads. Traffic with the store is that of
 its connections, as the kernel counts it. Writes benchmarks/results/many_ranks.json and the table of
-docs/resources.md."""
+docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .machine import ROOT, machine
 from .page import replace
 
 _RESULTS = ROOT / "benchmarks/results/many_ranks.json"
-_PAGE = ROOT / "docs/resources.md"
+_PAGE = ROOT / "docs/benchmarks.md"
 _MARK = "<!-- {} of what python -m benchmarks.many_ranks writes -->"
 _RANKS = (8, 16, 32, 64, 128)
 _LIMIT = timedelta(seconds=300)

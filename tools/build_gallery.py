@@ -20,7 +20,7 @@ from meshcast.pipelining.trace import Timeline, read_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-# docs/gallery.md has the command that made it.
+# docs/observing.md has the command that made it.
 RECORDED = ROOT / "docs" / "recordings" / "gpt-step"
 # The models of the paper run in two stages. More micro-batches would look alike.
 STAGES, MICROBATCHES = 2, 12

@@ -1,11 +1,15 @@
-"""Refuses lines of prose in the documents that are too wide to read beside the code.
+"""Refuses wide lines of prose in the documents, and words for which CONTRIBUTING.md has plainer ones in the
+documents, the docstrings and the texts of the package.
 
-Free of the limit: code blocks, tables, lines that are only a link or an image, and what programs write
-between a `<!-- Begin ... -->` and an `<!-- End ... -->`.
+python tools/check_docs.py [width | words]
+
+Neither check reads code blocks or the output of programs between `<!-- Begin ... -->` and `<!-- End ... -->`.
+Tables, and lines that are only a link or an image, may have any width. Words in backticks are names.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -16,14 +20,55 @@ MAX_COLUMNS = 120
 _LINK = r"!?\[[^\]]*\]\([^)]*\)"
 _ONLY_LINKS = re.compile(rf"[-*>\s]*(?:{_LINK}|<?https?://\S+)[.,;:]?\s*")
 
+# (what to look for, what to write): the table "Words" of CONTRIBUTING.md. A test compares the two.
+WORDS = {
+    "gone": "exited, removed, lost",
+    "alike, unlike, likewise": "the same, different, in the same way",
+    "of then, of now": "previous, current",
+    "any more, anew": "any longer, again",
+    "but for": "except for, apart from",
+    "none of its own, none of their own": "no ... of its own",
+    "let go, lets go": "release, free",
+    "on its way, on their way": "in flight",
+    "go on, goes on, went on, going on": "continue",
+    "is through, are through": "is complete",
+    "tell, tells, told": "report, notify, show, distinguish",
+    "hear, hears, heard": "receive, learn",
+    "mend, mends, mended": "fix",
+    "at hand, for want of": "available, without",
+    "born, borne, orphan, orphans": "made, tolerated, left behind",
+    "beside": "next to, with, compared with, in addition to",
+    "stands still, stood still": "waits, is blocked",
+    "its like, the like, their like": "similar functions",
+    "in place of, in the place of": "instead of",
+    "whoever, somebody, nobody": "the rank that, a rank, a user, no rank",
+    "muster, guest, wish": "barrier, replica, request",
+    "takes for, taken for": "assumed to be, counted as",
+}
+# A sentence that begins so puts a clause where its subject belongs; a question may.
+BEGINNINGS = ("Who", "What", "Of", "Whether")
+_PHRASES = "|".join(
+    f"[{each[0]}{each[0].upper()}]{each[1:]}".replace(" ", r"\s+")
+    for words in WORDS
+    for each in words.split(", ")
+)
+_WORD = re.compile(rf"\b(?:{_PHRASES})\b(?! than|[:(])")  # before a colon or a parenthesis it is a name
+_BEGINNING = re.compile(
+    rf"(?:^|(?<=[.:!]\s))(?:{'|'.join(BEGINNINGS)}) "
+    r"(?!these|those|the |all )(?=[a-z])[^.?|]*(?P<end>[.?|]|$)",
+    re.MULTILINE,
+)
+# Texts of the package that still have such words: {file: number of them}. A number may only fall.
+LEFT = {"csrc/core/group/refusals.cpp": 1}  # no error text: a word between ranks
+
 
 def documents(root: Path) -> list[Path]:
     named = [root / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
     return [*named, *sorted((root / "docs").rglob("*.md"))]
 
 
-def prose(text: str) -> Iterator[tuple[int, str]]:
-    """(number, line) of the lines that the limit is for; numbers count from 1."""
+def written_by_hand(text: str) -> Iterator[tuple[int, str]]:
+    """(number, line) of the lines outside code blocks and the output of programs; numbers count from 1."""
     fence, written = "", False
     for number, line in enumerate(text.splitlines(), start=1):
         bare = line.strip()
@@ -35,7 +80,14 @@ def prose(text: str) -> Iterator[tuple[int, str]]:
             written = True
         elif bare.startswith("<!-- End"):
             written = False
-        elif not written and not bare.startswith("|") and not _ONLY_LINKS.fullmatch(line):
+        elif not written:
+            yield number, line
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """(number, line) of the lines that the limit is for; numbers count from 1."""
+    for number, line in written_by_hand(text):
+        if not line.strip().startswith("|") and not _ONLY_LINKS.fullmatch(line):
             yield number, line
 
 
@@ -44,16 +96,87 @@ def wide_lines(text: str) -> list[tuple[int, int]]:
     return [(number, len(line)) for number, line in prose(text) if len(line) > MAX_COLUMNS]
 
 
-def main() -> int:
-    found = [
+def words(text: str) -> list[tuple[int, str]]:
+    """(line, word) of the words that have plainer ones, in a text without code blocks; lines count from 1."""
+    bare = re.sub(r"`[^`]*`|\]\([^)]*\)", lambda code: re.sub(r"\S", "x", code[0]), text)
+    found = [(each.start(), each[0]) for each in _WORD.finditer(bare)]
+    found += [(each.start(), each[0].split()[0]) for each in _BEGINNING.finditer(bare) if each["end"] != "?"]
+    return sorted((bare.count("\n", 0, at) + 1, " ".join(word.split())) for at, word in found)
+
+
+def words_of_document(text: str) -> list[tuple[int, str]]:
+    """(line, word) of a document."""
+    kept = dict(written_by_hand(text))
+    lines = (kept.get(number, "") for number in range(1, text.count("\n") + 2))
+    return words("\n".join(lines))
+
+
+def words_of_module(text: str) -> tuple[list[tuple[int, str]], int]:
+    """(line, word) of the docstrings of a module, and the number of such words in its other texts."""
+    tree = ast.parse(text)
+    docstrings = set()
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            docstring = ast.get_docstring(node, clean=False)
+            if docstring is not None:
+                docstrings.add(id(node.body[0].value))  # type: ignore[attr-defined]
+                found += [(node.body[0].lineno + line - 1, word) for line, word in words(docstring)]
+    texts = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+    ]
+    return found, sum(len(words(each)) for each in texts if " " in each)
+
+
+def words_of_source(text: str) -> int:
+    """The number of such words in the texts of a C++ file."""
+    lines = (line.split("//")[0] for line in text.splitlines())
+    texts = (each for line in lines for each in re.findall(r'"((?:[^"\\]|\\.)*)"', line))
+    return sum(len(words(each)) for each in texts if " " in each)
+
+
+def wide() -> list[str]:
+    return [
         f"{path.relative_to(ROOT)}:{number}: {columns} columns, the limit is {MAX_COLUMNS}"
         for path in documents(ROOT)
         for number, columns in wide_lines(path.read_text())
     ]
+
+
+def unplain() -> list[str]:
+    """Lines about words in documents and docstrings, and about texts that have another number than LEFT."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    counts: dict[str, int] = {}
+    for path in documents(ROOT):
+        if path.name != "CHANGELOG.md":  # history
+            text, _, _ = path.read_text(encoding="utf-8").partition("\n## Words\n")  # the table itself
+            found[str(path.relative_to(ROOT))] = words_of_document(text)
+    for path in sorted((ROOT / "python" / "meshcast").rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        found[name], counts[name] = words_of_module(path.read_text(encoding="utf-8"))
+    for path in sorted((ROOT / "csrc").rglob("*.[hc]*")):
+        counts[str(path.relative_to(ROOT))] = words_of_source(path.read_text(encoding="utf-8"))
+    lines = [
+        f"{name}:{number}: {word!r} has a plainer word: the table in CONTRIBUTING.md"
+        for name, its in found.items()
+        for number, word in its
+    ]
+    for name, count in counts.items():
+        if count != LEFT.get(name, 0):
+            least = "lower the number" if count < LEFT.get(name, 0) else "use the words of CONTRIBUTING.md"
+            lines.append(f"{name}: its texts have {count} such words, LEFT says {LEFT.get(name, 0)}: {least}")
+    return lines
+
+
+def main(arguments: list[str]) -> int:
+    checks = {"width": wide, "words": unplain}
+    found = [line for name, check in checks.items() if name in (arguments or checks) for line in check()]
     for line in found:
         print(line)
     return 1 if found else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

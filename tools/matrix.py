@@ -1,5 +1,5 @@
 """Runs `make test` for pairs of torch and Python, each in a copy of the tree, and keeps what came out in
-docs/compatibility.md.
+docs/limitations.md.
 
 python tools/matrix.py [--pairs "2.15.0:3.13 2.11.0:3.11"] [--keep]
 python tools/matrix.py --newest
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from trees import ROOT, copy_tree, interpreter
 
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE = ROOT / "docs" / "limitations.md"
 BEGIN, END = "<!-- Begin of what tools/matrix.py writes -->", "<!-- End of what tools/matrix.py writes -->"
 NEWEST = "2.15.0"
 PAIRS = f"2.11.0:3.11 2.12.1:3.12 2.13.0:3.11 2.13.0:3.13 2.14.1:3.12 {NEWEST}:3.13"

@@ -1,4 +1,4 @@
-"""Prints how large the tree is and how it hangs together, as the table of docs/metrics.md.
+"""Prints how large the tree is and how it hangs together, as the table of docs/design.md.
 
 python tools/metrics.py, or `make metrics`, which builds what it needs.
 """

@@ -1,6 +1,6 @@
 """python -m benchmarks.resources: memory, CPU time, small calls and copies inside a host, each beside what it
 is to be compared with. Four ranks on this machine, connected by loopback or by shared memory. Writes
-benchmarks/results/resources.json and the table of docs/resources.md; takes about two minutes, with nothing
+benchmarks/results/resources.json and the table of docs/benchmarks.md; takes about two minutes, with nothing
 else running."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..machine import ROOT, machine
 from ..page import replace
 
 _RESULTS = ROOT / "benchmarks/results/resources.json"
-_PAGE = ROOT / "docs/resources.md"
+_PAGE = ROOT / "docs/benchmarks.md"
 _MARK = "<!-- {} of what python -m benchmarks.resources writes -->"
 _RANKS = 4
 _LIMIT = 300.0  # seconds for one start of the ranks

@@ -1,7 +1,7 @@
 """python -m benchmarks.weights: the weights of real models from four ranks that train to four that serve, on
 two emulated hosts each, over links of 250 Mbit/s: WeightSync, full_tensor() with a broadcast, and
 torch.distributed.checkpoint through files. Needs root, iproute2 and transformers, which tells names and
-shapes. Writes benchmarks/results/weights.json, the chart and the tables of docs/weights.md; takes seven
+shapes. Writes benchmarks/results/weights.json, the chart and the tables of docs/end_to_end.md; takes seven
 minutes, with nothing else running."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .page import WAYS, text
 from .ways import files_folder
 
 _RESULTS = ROOT / "benchmarks/results/weights.json"
-_PAGE = ROOT / "docs/weights.md"
+_PAGE = ROOT / "docs/end_to_end.md"
 _CHART = ROOT / "docs/images/weights.svg"
 _MARK = "<!-- {} of what python -m benchmarks.weights writes -->"
 _HOSTS, _RANKS_PER_HOST = 4, 2

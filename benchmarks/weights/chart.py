@@ -1,4 +1,4 @@
-"""The chart of docs/weights.md: seconds until every server has a version, by way."""
+"""The chart of docs/end_to_end.md: seconds until every server has a version, by way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of docs/weights.md."""
+"""The tables of docs/end_to_end.md."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """meshcast moves sharded tensors from one device mesh to another by chunk-pipelined multicast.
 
 Importing it registers the c10d backend "meshcast" and the operator torch.ops.meshcast.reshard, and catches
-SIGUSR1 beside the program's own handler. It changes nothing else in torch, opens no socket and starts no
-thread, but for those that answer `python -m meshcast dump`, in a rank that a launcher started. Public names
-are loaded when they are first used: torch.distributed.tensor alone takes the better part of a second.
+SIGUSR1 in addition to the program's own handler. It changes nothing else in torch, opens no socket and starts
+no thread, except for those that answer `python -m meshcast dump`, in a rank that a launcher started. Public
+names are loaded when they are first used: torch.distributed.tensor alone takes the better part of a second.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def mismatch(built: str, found: str) -> str | None:
 
 
 def flavour_mismatch(built: str, built_cuda: str, found: str, found_cuda: str | None) -> str | None:
-    """One sentence where a module with CUDA code cannot load beside this torch, else None.
+    """One sentence where a module with CUDA code cannot load with this torch, else None.
 
     Args:
         built: version of the torch that it was built for.

@@ -81,8 +81,8 @@ def _rebuild(cls: type[MeshcastError], message: str, fields: dict[str, Any]) -> 
 class LayoutError(MeshcastError, ValueError):
     """Bad shape, placement, mesh, rank, topology, option or file, found before anything was sent.
 
-    Field beside those of `MeshcastError`: `gone`, where ranks were lost: a (name, box, ranks that had it) for
-    each box that is wanted and that no rank holds any longer; else empty.
+    Field in addition to those of `MeshcastError`: `gone`, where ranks were lost: a (name, box, ranks that had
+    it) for each box that is wanted and that no rank holds any longer; else empty.
     """
 
     _fields = (*MeshcastError._fields, "gone")

@@ -408,7 +408,7 @@ def _read_mesh(mesh: Any) -> tuple[tuple[int, ...], list[int]]:
             raise LayoutError("the mesh has no ranks: give at least one")
         for row in level:
             if not isinstance(row, list | tuple) or len(row) != size:
-                raise LayoutError(f"the mesh is ragged: {checks.shown(row)} stands beside rows of {size}")
+                raise LayoutError(f"the mesh is ragged: {checks.shown(row)} is next to rows of {size}")
         shape.append(size)
         level = [item for row in level for item in row]
     if not shape:

@@ -176,7 +176,7 @@ class Topology:
             group: whose ranks all call; None for the default group.
             nic_gbps: rate of links whose speed the operating system does not know, virtual ones for example.
             local_gbps: rate at which a rank copies to another one of its host; not discovered.
-            latency_us: cost of a hop beside its bytes; not discovered.
+            latency_us: cost of a hop in addition to its bytes; not discovered.
 
         Raises:
             LayoutError: on every rank, where a speed is unknown and nic_gbps is not given. Where all
@@ -217,7 +217,7 @@ class Topology:
 
     @property
     def latency(self) -> float:
-        """Seconds that a hop costs beside its bytes."""
+        """Seconds that a hop costs in addition to its bytes."""
         return self._latency_ns / 1e9
 
     @property
@@ -457,4 +457,4 @@ def _read_host(reader: Reader) -> Host:
 
 
 DEFAULT = Topology.uniform(ranks_per_host=8, nic_gbps=10.0)
-"""What plans use when no topology is given."""
+"""The topology of plans when none is given."""

@@ -1,4 +1,4 @@
-"""What CUDA's and NCCL's documents leave open, between processes: each case is a doubt of docs/gpu_review.md.
+"""What CUDA's and NCCL's documents leave open, between processes: each case is a doubt of docs/cuda.md.
 DEVICE=cpu runs the same cases over the CPU path where there is no GPU, which checks the cases."""
 
 from __future__ import annotations

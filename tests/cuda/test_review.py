@@ -1,4 +1,4 @@
-"""Doubts of docs/gpu_review.md that only hardware can answer, between processes; see cases_review.py."""
+"""Doubts of docs/cuda.md that only hardware can answer, between processes; see cases_review.py."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     stuck_job.py absent|order|arguments|killed|frozen|exception|ended|unready
 
-docs/stuck_jobs.md shows what `python -m meshcast explain` makes of it; test_stuck_jobs.py starts it.
+docs/observing.md shows what `python -m meshcast explain` makes of it; test_stuck_jobs.py starts it.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Jobs in which something is wrong with one rank, and what `python -m meshcast explain` says of them.
 
-docs/stuck_jobs.md shows the same output; figures that differ from run to run are left out of the comparison.
+docs/observing.md shows the same output; figures that differ from run to run are left out of the comparison.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from multiproc.harness import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 JOB = Path(__file__).with_name("stuck_job.py")
-PAGE = (ROOT / "docs" / "stuck_jobs.md").read_text()
+PAGE = (ROOT / "docs" / "observing.md").read_text()
 FAULTS = ("absent", "order", "arguments", "killed", "frozen", "exception", "ended", "unready")
 STUCK = ("absent", "frozen", "unready")  # in which nobody raises
 LIMIT = 300.0  # seconds for a job to come to step 2 and write its records

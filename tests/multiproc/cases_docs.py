@@ -1,5 +1,5 @@
 """The programs of docs/resharding.md, pipelining.md, coming_from_torch.md, integrations.md, elastic.md and
-dashboards.md, in their order, and the examples of the docstrings; on four ranks."""
+observing.md, in their order, and the examples of the docstrings; on four ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _for_pipelining(rank: int) -> dict:
 
 PAGES = [
     f"docs/{name}.md"
-    for name in ("resharding", "pipelining", "coming_from_torch", "integrations", "elastic", "dashboards")
+    for name in ("resharding", "pipelining", "coming_from_torch", "integrations", "elastic", "observing")
 ]
 
 

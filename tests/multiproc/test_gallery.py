@@ -1,4 +1,4 @@
-"""The command of docs/gallery.md that records a step of the GPT example: what it writes can be drawn."""
+"""The command of docs/observing.md that records a step of the GPT example: what it writes can be drawn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def actions(recording: Path) -> Counter[tuple[int, str]]:
 
 
 def test_a_new_recording_is_read(tmp_path: Path) -> None:
-    (command,) = [text for _, text in doc_blocks.commands("docs/gallery.md") if text.startswith("torchrun ")]
+    (command,) = [
+        text for _, text in doc_blocks.commands("docs/observing.md") if text.startswith("torchrun ")
+    ]
     words = shlex.split(command)
     script = words.index("examples/gpt/train.py")
     options = words[script + 1 :]

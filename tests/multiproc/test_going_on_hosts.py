@@ -170,7 +170,7 @@ def test_a_host_that_is_frozen_is_given_up_and_ends_its_workers(tmp_path: Path) 
                 os.kill(pid, signal.SIGCONT)
         output = ended(job.agents[1])
         assert job.agents[1].returncode == 1
-        assert "the job goes on without this host" in output or "has been silent for" in output
+        assert "the job continues without this host" in output or "has been silent for" in output
         assert not any(map(_lives, frozen))
         (tmp_path / "stop").touch()
         ended(job.agents[0])

@@ -1,4 +1,4 @@
-"""The recipes of docs/launching.md, run where this machine allows it."""
+"""The recipes of docs/environment.md, run where this machine allows it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def unused_port() -> int:
 @pytest.mark.slow
 @pytest.mark.usefixtures("buildable")
 def test_torchrun_on_three_hosts() -> None:
-    page = (ROOT / "docs" / "launching.md").read_text()
+    page = (ROOT / "docs" / "environment.md").read_text()
     (line,) = re.findall(r"^python -m benchmarks\.cluster run .*$", page, re.MULTILINE)
     done = run([sys.executable, *shlex.split(line)[1:]])
     assert done.returncode == 0, done.stderr
@@ -100,7 +100,7 @@ def test_slurm_on_three_nodes() -> None:
         pytest.skip(f"no Slurm here: not installed: {', '.join(missing)}")
     if os.geteuid() != 0:
         pytest.skip("no Slurm here: its daemons need root")
-    page = (ROOT / "docs" / "launching.md").read_text()
+    page = (ROOT / "docs" / "environment.md").read_text()
     (line,) = re.findall(r"^examples/launching/slurm_here\.sh .*$", page, re.MULTILINE)
     done = run(shlex.split(line))
     assert done.returncode == 0, done.stderr

@@ -1,8 +1,8 @@
-"""The programs of README.md and of docs/start run as they stand, print what the page says they print, and
+"""The programs of README.md and of docs/start.md run as they stand, print what the page says they print, and
 nothing on stderr.
 
 A page tells the reader to save a program under a name and to run it by torchrun: this does the same. A
-program without such a command (docs/start/plan_only.md) runs in one process.
+program without such a command (docs/start.md, "Plan only") runs in one process.
 """
 
 from __future__ import annotations
@@ -22,16 +22,23 @@ import doc_blocks
 # A line of torch, where a machine has no name for its own address.
 TORCHS = re.compile(r"\[W.*\] \[c10d\] The hostname of the client socket cannot be retrieved")
 LIMIT = 150  # seconds for a program; it takes about 5 on an idle machine
-# Longer forms of what README.md shows.
-SLOW = ("docs/start/move_weights.md", "docs/start/train_a_pipeline.md")
-PAGES = ("README.md", "docs/start/plan_only.md", *SLOW)
+PAGE = "docs/start.md"
+# The programs below this heading run in one process.
+PLAN_ONLY = (ROOT / PAGE).read_text().splitlines().index("## Plan only")
+
+
+def is_slow(program: doc_blocks.Block) -> bool:
+    """Whether it is a longer form of what README.md shows."""
+    return program.page == PAGE and program.line < PLAN_ONLY
+
+
 PROGRAMS = [
     pytest.param(
         program,
         id=f"{program.page}:{program.line}",
-        marks=pytest.mark.slow if page in SLOW else (),
+        marks=pytest.mark.slow if is_slow(program) else (),
     )
-    for page in PAGES
+    for page in ("README.md", PAGE)
     for program in doc_blocks.programs(page)
 ]
 
@@ -53,7 +60,7 @@ def next_to(program: doc_blocks.Block) -> tuple[str, str]:
 def test_program_prints_what_the_page_says(program: doc_blocks.Block, shm: str, tmp_path: Path) -> None:
     """torchrun's paragraph on OMP_NUM_THREADS does not come, since that is set."""
     command, output = next_to(program)
-    assert command or program.page == "docs/start/plan_only.md"
+    assert command or (program.page == PAGE and program.line > PLAN_ONLY)
     words = shlex.split(command) or ["python", "program.py"]
     (tmp_path / words[-1]).write_text(program.text)
     launcher = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
@@ -74,7 +81,7 @@ def test_the_first_program_of_the_readme_is_the_quickstart() -> None:
 
 
 def test_commands_of_plan_only_run() -> None:
-    found = [text for _, text in doc_blocks.commands("docs/start/plan_only.md")]
+    found = [text for _, text in doc_blocks.commands(PAGE)]
     commands = [text for text in found if text.startswith("python -m")]
     assert len(commands) == 2
     for command in commands:

@@ -267,7 +267,7 @@ size_t most_receiving_hosts(const Inputs& in) {
 
 // Offers chunks that are finer than usual where NICs are slow: with many hosts in a row, filling costs more
 // than messages do there. Trees alone: one chain through all ranks has as many stops as there are, and each
-// costs more than the model knows (docs/planner_results.md).
+// costs more than the model knows (docs/benchmarks.md).
 void offer_finer(Inputs in, const PortDemand& ports, BestPlan* best, Plan* plan) {
   const int64_t finest = finest_chunk_bytes(in.network);
   if (best->good() || in.reduces() || finest == kSmallestChunk || most_receiving_hosts(in) < kManyHosts) return;

@@ -18,7 +18,7 @@ constexpr int64_t kLongChain = 16;  // hosts
 // Rounds save filling, but a holder sends the last chunk more than once: that is for those that have far to go.
 constexpr size_t kManyStops = 16;
 // One part in so many of the makespan is what the search among trees has to gain over the paper's strategies:
-// measured, docs/planner_results.md.
+// measured, docs/benchmarks.md.
 constexpr int64_t kMulticastGain = 100;
 constexpr int64_t kMostPipelineHops = int64_t{1} << 20;
 constexpr int64_t kChunksPerFill = 64;  // filling a pipeline then takes one part in so many

@@ -31,7 +31,7 @@ def create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
     """Called by torch for each new group, once for both devices; for which of them, it does not say. Gloo is
     built here because torch ships no header for it.
 
-    group: what torch tells of it. options: the user's pg_options. Raises LayoutError for those of another
+    group: as torch describes it. options: the user's pg_options. Raises LayoutError for those of another
     backend.
     """
     from .. import _C

@@ -173,10 +173,10 @@ class _Letter(NamedTuple):
 class _Meetings:
     """Lets this rank meet others of its group, in the background.
 
-    Of two ranks, each writes the other a letter: the addresses of its plane and a nonce. For each letter it
-    rings the next of the receiver's bells, so that there is one key to look for, whoever comes. A rank writes
-    when it first wants to exchange something with the other, and it answers letters while one of its calls
-    waits for somebody. Whoever has written and read knows the other end.
+    Each of two ranks writes the other a message: the addresses of its plane and a nonce. For each message it
+    rings the next of the receiver's bells, so that there is one key to look for, for any writer. A rank
+    writes when it first wants to exchange something with the other, and it answers messages while one of its
+    calls waits for a rank. A rank that has written and read knows the other end.
     """
 
     def __init__(

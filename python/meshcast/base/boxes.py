@@ -34,7 +34,7 @@ the box, the local dimension that it lies along and how many of its elements a s
 two the dimensions are the same."""
 
 HeldBoxes = tuple[tuple[int, ...], tuple[Piece, ...]]
-"""What a rank holds: the shape of its local tensor, and the boxes in it."""
+"""The holding of a rank: the shape of its local tensor, and the boxes in it."""
 
 _MAX_BOXES = 1 << 20  # of all ranks of a layout
 _MAX_RANK = (1 << 31) - 1

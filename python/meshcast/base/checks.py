@@ -271,7 +271,7 @@ class Reader:
             raise LayoutError(f"{self.where}.format is {shown(found)}; this version reads {name!r}")
 
     def finish(self) -> None:
-        """Refuses fields that nobody read: most are typing errors."""
+        """Refuses fields that were not read: most are typing errors."""
         unknown = [name for name in self._fields if name not in self._used]
         if unknown:
             raise LayoutError(

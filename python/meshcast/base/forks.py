@@ -1,6 +1,6 @@
 """Forked children: such a process has copies of everything but the threads, and shares the connections.
 
-What its parent made is not its own. It must not use it, wait for it or end it.
+The objects of its parent are not its own. It must not use them, wait for them or end them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..errors import AbortedError
 __all__ = ["check", "check_group", "count", "no_calls"]
 
 count = 0
-"""Forks between the first process that imported this and this one. Who keeps it knows later whether it is
+"""Forks between the first process that imported this and this one. A holder of it knows later whether it is
 still in the process that made it."""
 
 _parent = 0  # process id

@@ -500,7 +500,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 def ask(name: str, request: dict[str, Any], limit: float) -> tuple[int, int, dict[str, Any] | None]:
     """Returns process and user that listen there, and their answer; None where there is none within `limit`
-    seconds. Raises OSError where nobody listens."""
+    seconds. Raises OSError where no process listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(limit)
         client.connect(f"\0{name}")
@@ -573,7 +573,7 @@ def _own_folder() -> Path:
 
 
 def _start_of(process: int) -> str:
-    """When a process started, which tells it from a later one with the same number."""
+    """When a process started, which distinguishes it from a later one with the same number."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

@@ -32,9 +32,9 @@ class Progress:
 
     Args:
         what: is done, in a word or two.
-        total: how many; None for a single thing: then the time so far is shown, and what it tells of itself
-            by tell().
-        stream: a text stream in place of stderr.
+        total: how many; None for a single thing: then the time so far is shown, and the text that it gives to
+            tell().
+        stream: a text stream instead of stderr.
         clock: seconds, as of time.monotonic.
         ticks: a thread keeps the display up to date while one thing takes long. Without it, for processes
             that fork or are measured, that happens in done(), at() and look() alone.
@@ -214,7 +214,8 @@ def _on_terminal(name: str) -> bool:
 
 
 def track(items: Iterable[T], what: str, total: int | None = None, *, ticks: bool = True) -> Iterator[T]:
-    """Yields the items, and shows how many of them are done; total: their number, where len() does not tell.
+    """Yields the items, and shows how many of them are done; total: their number, where len() does not know
+    it.
 
     Example::
 

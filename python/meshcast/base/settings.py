@@ -100,7 +100,7 @@ FLIGHT_RECORD = Setting(
     "a path, or none",
     "`import meshcast`",
     "Each rank writes its last 2,000 calls to PATH.rankN when a call fails, when the program ends, and when "
-    "`python -m meshcast dump` or SIGUSR1 asks for them; none: on request alone (stuck_jobs.md).",
+    "`python -m meshcast dump` or SIGUSR1 asks for them; none: on request alone (observing.md).",
 )
 HOST_ID = Setting(
     "MESHCAST_HOST_ID",
@@ -114,7 +114,7 @@ HUGE_PAGES = Setting(
     "1",
     "0, which leaves the memory of results to torch, or 1",
     "a group is made",
-    "Whether results on the CPU of 2 MiB and more take memory that an earlier one has freed, or ask for huge "
+    "Lets results on the CPU of 2 MiB and more take memory that an earlier one has freed, or ask for huge "
     "pages (resharding.md).",
     choices=("0", "1"),
 )
@@ -146,7 +146,7 @@ SHM_MB = Setting(
     "64",
     f"a number of MiB from 1 to {1 << 20}",
     "a group is made",
-    "What one process maps at most for all its groups, in MiB.",
+    "The most that one process maps for all its groups, in MiB.",
     limits=(1, 1 << 20),
 )
 TRANSPORT = Setting(
@@ -172,7 +172,7 @@ WAIT_NOTICE = Setting(
     "a number of seconds up to 31536000, such as 30 or 0.5; 0 turns it off",
     "`import meshcast`",
     "A rank that has waited in a call for so long says so in one line on stderr, or in the program's log, "
-    "with the ranks that it waits for (stuck_jobs.md).",
+    "with the ranks that it waits for (observing.md).",
     limits=(0, 31536000),
     fraction=True,
 )

@@ -198,7 +198,7 @@ ODD = [
 
 
 def _partial(name: str, src: list[Placement], dst: list[Placement], notation: str) -> Case:
-    """Values that are still to be added up, as gradients are, on their way to another mesh."""
+    """Values that are still to be added up, as gradients are, while they move to another mesh."""
     meshes = [[0, 1, 2, 3], [4, 5, 6, 7]], [[8, 9, 10, 11], [12, 13, 14, 15]]
     return Case(name, "partial", (1 << 14,) * 2, Layout(meshes[0], src), Layout(meshes[1], dst), notation)
 
@@ -275,7 +275,7 @@ SMALL = [
 
 
 def _message(nbytes: int) -> Case:
-    """One sender and two hosts of two replicas. What matters is bytes over rate: 64 MiB on links of 250
+    """One sender and two hosts of two replicas. Only bytes over rate matter: 64 MiB on links of 250
     Mbit/s are as 1 GiB on links of 4 Gbit/s."""
     rows = [[host * RANKS_PER_HOST, host * RANKS_PER_HOST + 1] for host in (1, 2)]
     src, dst = Layout([0], [Replicate()]), Layout(rows, [Replicate(), Replicate()])
@@ -286,8 +286,8 @@ SIZES = [_message(nbytes) for nbytes in (64 << 10, 256 << 10, 1 << 20, 4 << 20, 
 
 
 def _backend(hosts: int, per_host: int) -> Case:
-    """torch.distributed.broadcast itself: on a group with the backend meshcast, beside gloo's own and a
-    reshard to replicas."""
+    """torch.distributed.broadcast itself: on a group with the backend meshcast, compared with gloo's own and
+    a reshard to replicas."""
     ranks = [host * RANKS_PER_HOST + index for host in range(hosts) for index in range(per_host)]
     return Case(
         f"broadcast, {hosts} hosts of {per_host}", "backend", _GIB, Layout([0], [Replicate()]),

@@ -240,8 +240,8 @@ class Links:
         )
 
     def topology(self, ranks_per_host: int, nics: int) -> Topology:
-        """Nominal rates times the efficiency, 100 us latency, 80 Gbit/s inside a host. What was measured
-        above the nominal rate is the depth of the bucket, or no link at all: it does not last."""
+        """Nominal rates times the efficiency, 100 us latency, 80 Gbit/s inside a host. A measured rate above
+        the nominal one shows the depth of the bucket, or no link at all: it does not last."""
         hosts = []
         for host, mbit in enumerate(self.nominal):
             rate = int(mbit * min(self.efficiency, 1.0) * 1e6 / 8)
@@ -271,7 +271,7 @@ def calibrate(ranks_per_host: int, nominal: Sequence[float]) -> Links:
 
 def _transfer(senders: list[int], hosts: int, ranks_per_host: int, nbytes: int) -> list[float]:
     """Mbit/s from each of the sending hosts to the next one, all at once; the most of several times, since
-    whatever disturbs a transfer makes it longer, and a link taken for slower flatters all ratios."""
+    any disturbance makes a transfer longer, and a link measured too slow flatters all ratios."""
     rank = dist.get_rank()
     host, leader = rank // ranks_per_host, rank % ranks_per_host == 0
     target, origin = (host + 1) % hosts, (host - 1) % hosts

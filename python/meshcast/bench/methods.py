@@ -199,7 +199,7 @@ class Method:
     case, or "". setup: called before by all ranks of the job, makes groups; run finds what it returns in
     batch.kept[name]. adds_up: it takes a Partial source; for others the source mesh adds up by all_reduce
     first, as part of the measured time. prepares: its first round does what later ones reuse (connections,
-    plans, imports), so that it tells nothing."""
+    plans, imports), so that its time means nothing."""
 
     name: str
     run: Callable[[CaseBatch], None]

@@ -30,7 +30,7 @@ _NAMED = 4  # files of each job
 
 
 def check_one_job(files: Sequence[tuple[str, Sequence[str]]], which: str) -> None:
-    """files: with their ids; those without one may be of any job. which: what to give in place of these.
+    """files: with their ids; those without one may be of any job. which: what to give instead of these.
 
     A process has an id for each store that its groups came from. Where groups are made again, a process that
     continues has the old id and the new one: so files of one job are connected, though no id need be in all.
@@ -578,7 +578,7 @@ _MOST_THREADS = 64
 
 class _Process(NamedTuple):
     """A process that listens. number: 0 where it is in another container; rank: None where it does not
-    know, or does not answer and was not told by a launcher."""
+    know, or does not answer and has none from a launcher."""
 
     socket: str
     number: int

@@ -1,4 +1,4 @@
-"""Training that goes on with other ranks than it had: what they hold moves to those that are there now."""
+"""Training that continues with other ranks than it had: what they hold moves to those that are there now."""
 
 from __future__ import annotations
 

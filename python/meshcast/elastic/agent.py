@@ -37,7 +37,7 @@ class Config:
     members of a rendezvous, and for hosts, to come; a worker that does not is killed. last_call: that a
     worker which is ready waits for others that are starting. hosts: least and most. endpoint: of the job's
     store; None where only this host has workers. leads: the store is this host's; None where the endpoint
-    tells. keep_alive: for which an agent may be silent to another."""
+    shows it. keep_alive: for which an agent may be silent to another."""
 
     command: str
     arguments: tuple[str, ...]
@@ -82,7 +82,7 @@ def _signals_held() -> Iterator[None]:
 
 class _Context(SubprocessContext):
     """Torch's context of one process. A signal between the start of the process and the note of its pid would
-    leave a process that nobody ends."""
+    leave a process that nothing ends."""
 
     def _start(self) -> None:
         with _signals_held():
@@ -571,7 +571,7 @@ class _Link:
                     self._orders.append(order)
                     taken += 1
                 if meet.is_there(store, meet.GivenUp, host):
-                    self._lost = "the job goes on without this host, whose agent was silent"
+                    self._lost = "the job continues without this host, whose agent was silent"
                     return
                 self._heard = time.monotonic()
             meet.post(store, meet.Done(), host)

@@ -177,9 +177,9 @@ class Training(Protocol):
     such objects Stateful."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that must go on: by names that say nothing of ranks. See remesh for the entries; dicts,
-        lists and tuples of such are taken too, and returned as they were. `own`, `old` and errors call an
-        entry of them "model.weight", as torch.distributed.checkpoint does."""
+        """Everything that must continue: by names that say nothing of ranks. See remesh for the entries;
+        dicts, lists and tuples of such are taken too, and returned as they were. `own`, `old` and errors call
+        an entry of them "model.weight", as torch.distributed.checkpoint does."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
@@ -206,9 +206,9 @@ class Job(Generic[T]):
 
     Args:
         make: makes model and optimizer on the ranks of the default process group as it is then: any sharding,
-            any meshes. Called for each process group. What is not trained yet begins with what it made.
+            any meshes. Called for each process group. The untrained state is the one that it made.
         backend, timeout: as of init_process_group. A rank that gloo does not wake where another one died
-            goes on after this limit.
+            continues after this limit.
         own: entries of the state of which each rank has its own, see remesh. The name of a dict stands for
             all that is in it.
         old: layouts of plain tensors of the state that are shards, in the ranks that they lie on.
@@ -376,7 +376,8 @@ class Job(Generic[T]):
         return result
 
     def _agree(self) -> bool:
-        """Ends on no rank before it has begun on all. Whether any rank knows that others are to join."""
+        """Returns whether any rank knows that others are to join. Ends on no rank before it has begun on
+        all."""
         called = torch.tensor(int(self._watch.newest(self._number) is not None))
         dist.all_reduce(called, dist.ReduceOp.MAX, group=self._talk)
         return bool(called)

@@ -75,9 +75,9 @@ class Ranks(NamedTuple):
 class Inventory(NamedTuple):
     """The facts that a rank reports to the others before they move the state.
 
-    held: names of tensors that it has. copies: names of whole tensors that it fills. Of its replicas, where
-    it has some: steps whose copies are whole here; gone: boxes that live nowhere any longer; idle: lost ranks
-    that held nothing.
+    held: names of tensors that it has. copies: names of whole tensors that it fills. If it has replicas,
+    their steps: those whose copies are complete here; gone: boxes that no rank holds any longer; idle: lost
+    ranks that held nothing.
     """
 
     held: list[str]
@@ -325,7 +325,7 @@ def check_entries(entries: Mapping[str, Any], remedy: str = "") -> None:
 
 
 def run(parent: ParentGroup, talk: Conversation, deadline: float, given: Given | Exception) -> ReshardedState:
-    """Makes one call among all ranks. An error in place of arguments is raised here, and reported to the
+    """Makes one call among all ranks. An error instead of arguments is raised here, and reported to the
     others."""
     if isinstance(given, Exception):
         call = StateRun(parent.rank, Given(None, None), wrong=given)

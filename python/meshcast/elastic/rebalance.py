@@ -32,7 +32,7 @@ Built = tuple[PipelineSchedule, torch.optim.Optimizer | None]
 
 @dataclass(frozen=True)
 class Rebalanced:
-    """The result of `rebalance`: what training goes on with.
+    """The result of `rebalance`: what training continues with.
 
     Attributes:
         schedule, optimizer: as `build` made them, with the state of before.
@@ -69,7 +69,7 @@ def rebalance(
     """Gives slow ranks fewer layers: where another cut makes the steps of a pipeline shorter, all ranks go
     over to it. A collective of all ranks of the pipeline, between two steps.
 
-    Stages keep their meshes. How long they take for the layers that they have tells the speed of their ranks,
+    Stages keep their meshes. The time that they take for their layers shows the speed of their ranks,
     and the cut with the shortest simulated step under this schedule is looked for. The first rank decides.
 
     Args:
@@ -81,29 +81,29 @@ def rebalance(
         cut: how many layers each stage has now, such as ``[4, 2, 2]``.
         names: ``names(cut, stage, name)`` is the whole model's name of what the module of a stage calls
             `name` under a cut. None: as for `meshcast.pipelining.save`.
-        layers: what the layers cost beside each other, as `meshcast.pipelining.partition` takes them; None:
-            all the same. The first one includes what the first stage has besides, such as an embedding, and
-            the last one what the last has. Of these, times and bytes of parameters count.
-        times: seconds of a micro-batch, in place of what was measured: forward and backward of each stage,
+        layers: what the layers cost relative to each other, as `meshcast.pipelining.partition` takes them;
+            None: all the same. The first one includes what the first stage has besides, such as an embedding,
+            and the last one what the last has. Of these, times and bytes of parameters count.
+        times: seconds of a micro-batch, instead of what was measured: forward and backward of each stage,
             and weight and transfer where known, as `meshcast.pipelining.simulate` takes them.
         threshold: part of the present step that another cut must save.
         horizon: steps over which the seconds of the move are shared out, as a part of the new step.
-        overhead: seconds that any move takes beside sending state: stages, connections and plans are made
-            again.
+        overhead: seconds that any move takes in addition to sending state: stages, connections and plans are
+            made again.
         topology: for the times of transfers; default: that of the stages.
         timeout: of the move, seconds or timedelta; default: the group's.
 
     All arguments from `cut` to `topology` are the same on every rank.
 
     Returns:
-        What training goes on with, on every rank; None on every rank where no cut saves as much, or nothing
+        What training continues with, on every rank; None on every rank where no cut saves as much, or nothing
         was measured of this schedule yet. Parameters, buffers, the optimizer's state and hyperparameters, and
         the number of steps are those of before. Plain buffers are those of the lowest rank of their stage.
         Gradients are not moved. The old schedule is closed, and its modules are as they were.
 
     Raises:
         LayoutError: bad arguments, ranks that contradict each other, no step yet, a `build` that fails or
-            makes other stages. On all ranks, before anything moves: training may go on as it was.
+            makes other stages. On all ranks, before anything moves: training may continue as it was.
         MeshcastError: what should be copies differs among ranks, or the move failed. On all ranks; the old
             schedule and optimizer are as they were.
 
@@ -169,7 +169,7 @@ def rebalance(
 
 
 class _Move:
-    """From one cut to another. What was there stays as it was until `finished`."""
+    """A move from one cut to another. The old stages stay as they were until `finished`."""
 
     def __init__(
         self, schedule: PipelineSchedule, optimizer: Any, cut: Cut, recut: Recut, names: Any

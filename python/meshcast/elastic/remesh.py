@@ -1,4 +1,4 @@
-"""remesh: the state of a training job, from the ranks that had it to the ranks that go on."""
+"""remesh: the state of a training job, from the ranks that had it to the ranks that continue."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def leave_groups(reason: str) -> None:
 
 def forget_meshes() -> None:
     """Drops what DTensor keeps for the meshes that it has met. It finds that by meshes that are equal, and it
-    has the names of the previous groups: they are of no group now, or of another one. What other threads
-    keep, as those that run a backward on GPUs, stays."""
+    has the names of the previous groups: they are of no group now, or of another one. References of other
+    threads, such as those that run a backward on GPUs, stay."""
     _clear_sharding_prop_cache()
 
 
@@ -110,7 +110,8 @@ def remesh(
     timeout: float | timedelta | None = None,
     **options: Unpack[StateOptions],
 ) -> ReshardedState:
-    """Moves the state of a training job from the ranks that had it to those that go on. Records no gradient.
+    """Moves the state of a training job from the ranks that had it to those that continue. Records no
+    gradient.
 
     A collective of all ranks of `group`, except for those that are lost: ranks that stay, ranks that leave
     and live, and ranks that join. It is reshard_state_dict for a job whose ranks change.
@@ -130,18 +131,18 @@ def remesh(
             DTensor, or a plain tensor as a copy on every rank that gives one. A model's new state dict will
             do; what is no tensor in it is left out.
         lost: ranks that are dead or have left with what they held, by their previous numbers; the same on all
-            ranks. What they held comes from copies on ranks that live.
+            ranks. Their boxes come from copies on ranks that live.
         ranks: {previous rank: rank now} of the ranks that live, where the process group was made again. None
             where ranks kept their numbers.
         own: entries of which each rank has its own, such as the state of a random generator: names, or a
             function of the name. All ranks get that of the lowest present rank that has one. Other entries
             must be the same on the ranks that have them.
-        loaded: {name: [(box, tensor)]}, what this rank has read from a checkpoint in place of what is gone.
+        loaded: {name: [(box, tensor)]}, what this rank has read from a checkpoint to replace lost boxes.
             Any rank may have read any box, by the names and boxes of `gone`.
         replicas: the state is that of the newest step whose copies are whole on all ranks that had Replicas
-            and live, in place of `state`, `old`, `own` and `loaded`. All of these ranks pass theirs; what
+            and live, instead of `state`, `old`, `own` and `loaded`. All of these ranks pass theirs; what
             they hold otherwise is not read. The result has the step as its `version`.
-        group: process group of now; None for the default one. timeout: of the whole call.
+        group: current process group; None for the default one. timeout: of the whole call.
         options: those of reshard_state_dict, without `layouts`. digest is True unless given.
 
     Returns:
@@ -254,7 +255,8 @@ def _given(
 
 
 def _check_alone(replicas: Any, held: Any, old: Any, more: Mapping[str, Any], previous: int | None) -> None:
-    """Raises LayoutError for replicas that are none, beside what they stand for, or another rank's."""
+    """Raises LayoutError for replicas that are none, that come with what they stand for, or that are another
+    rank's."""
     if not isinstance(replicas, Replicas):
         raise LayoutError(f"replicas {checks.shown(replicas)}: expected Replicas")
     if held or old or more["own"] or more["loaded"]:

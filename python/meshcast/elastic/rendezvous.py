@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class JobGoneError(Exception):
-    """There is no job for this host, or no more; or no host for the job."""
+    """There is no job for this host, or no longer one; or no host for the job."""
 
 
 class Worker(NamedTuple):
@@ -259,7 +259,7 @@ class Watch:
                 self._alone("the agent of meshcast.elastic.run has exited")
                 return
             if given_up:
-                self._alone("the job goes on without this host, whose agent was silent")
+                self._alone("the job continues without this host, whose agent was silent")
                 return
 
     def _look(self) -> bool:

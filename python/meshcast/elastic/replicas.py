@@ -206,7 +206,7 @@ class _Member(NamedTuple):
 
 
 class Replicas:
-    """Copies of a training state, so that a job whose ranks die goes on without a checkpoint.
+    """Copies of a training state, so that a job whose ranks die continues without a checkpoint.
 
     A collective of all ranks of `group`, as `step` and `refresh` are. Every `every` steps each rank copies
     what it holds to host memory, which the training step waits for. In the background, what lives on one host
@@ -422,7 +422,7 @@ class Replicas:
         return state, layouts
 
     def _settle(self, deadline: float) -> None:
-        """Waits for a refresh on its way, and ends it where that takes long."""
+        """Waits for a refresh in flight, and ends it where that takes long."""
         soon = min(time.monotonic() + _SETTLE, deadline)
         for until in (soon, soon + _SETTLE):
             while not self._handle.is_completed() and time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""torchrun for jobs that go on: python -m meshcast.elastic.run [options] SCRIPT [arguments]
+"""torchrun for jobs that continue: python -m meshcast.elastic.run [options] SCRIPT [arguments]
 
 The options are torchrun's. When a worker dies the others keep their processes and what these hold: they make
 a new process group among themselves. A worker that is started in its place joins them when it is ready.
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     found = get_args_parser()
     found.prog = "python -m meshcast.elastic.run"
     found.description = (
-        "Starts a job whose ranks may die and join: survivors go on in their processes (docs/elastic.md). "
+        "Starts a job whose ranks may die and join: survivors continue in their processes (docs/elastic.md). "
         "On several hosts, start the same command on each."
     )
     if "--shutdown-timeout" not in found._option_string_actions:  # torch 2.11's has none
@@ -59,9 +59,9 @@ def parser() -> argparse.ArgumentParser:
             help="Seconds that workers get to end before SIGKILL (TORCH_ELASTIC_SHUTDOWN_TIMEOUT, or 30).",
         )
     helps = {
-        "--nproc-per-node": "Number of workers of a host, or MIN:MAX: starts MAX; the job goes on while as "
+        "--nproc-per-node": "Number of workers of a host, or MIN:MAX: starts MAX; the job continues while as "
         "many live as MIN on each of the least number of hosts. An int, or auto, cpu, gpu, xpu for MAX.",
-        "--max-restarts": "How many workers, in all, are started in the place of dead ones, on their host.",
+        "--max-restarts": "How many workers, in all, are started to replace dead ones, on their host.",
         "--nnodes": "Number of hosts, or MIN:MAX.",
         "--rdzv-endpoint": "HOST[:PORT] of the job's store, the same on all hosts; its host must live.",
         "--rdzv-conf": "join_timeout=SECONDS (600): for hosts to come; a worker that has not come to a "

@@ -82,7 +82,7 @@ class StoreConnection:
 
 def join_job(store: Any) -> None:
     """Processes that share a store are of one job, and have an id of it in their flight records: one question
-    to the store, which nobody waits for another rank to answer. Groups inside others share their store."""
+    to the store, which no other rank has to answer. Groups inside others share their store."""
     root = _root(store)
     # The agent of torchrun keeps its store when it starts all ranks again. Their records are others then.
     key = f"meshcast/job/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"

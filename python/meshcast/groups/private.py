@@ -46,7 +46,7 @@ class Connector:
         topology: of the ranks; None before they have met.
         interfaces: of each host.
         conversation: of this life of the group; None before its ranks have met.
-        control: the store of its core, likewise.
+        control: the store of its core, in the same way.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class PrivateGroup(_C.Group):
     def refuse(  # type: ignore[override]  # the error itself
         self, lane: int, error: Exception, timeout: float, *, ordinal: int | None = None
     ) -> _C.Refusal:
-        """Tells the other ranks, in the background, that this rank refused its arguments of a call: they
+        """Notifies the other ranks, in the background, that this rank refused its arguments of a call: they
         raise at once instead of waiting. ordinal: of a call that has been counted."""
         forks.check(self.born, "reshard")
         return super().refuse(lane, ordinal, str(error), timeout)

@@ -1,8 +1,8 @@
 """ReadyBarrier: all ranks of a group say through the store that they are ready, before they do something
 together that cannot be called off.
 
-Ranks that call for it come when they like; the others answer. So nobody waits in a transfer for a rank that
-is busy, frozen or not there: it is known before, and nothing has begun. A barrier asks the store a number of
+Ranks that call for it come when they like; the others answer. So no rank waits in a transfer for one that is
+busy, frozen or absent: it is known before, and nothing has begun. A barrier asks the store a number of
 questions that does not grow with the ranks, except for naming those that are missing.
 """
 
@@ -86,8 +86,8 @@ class ReadyBarrier:
         self._first = 0  # whose keys are in the store
 
     def open(self, calls: bool) -> None:
-        """Tells the others that this rank is here, and does not wait for them. calls: it is one of those that
-        call for barriers."""
+        """Notifies the others that this rank is here, and does not wait for them. calls: it is one of those
+        that call for barriers."""
         store = dist.PrefixStore(_PREFIX, self._open_store())
         self._store: Any = store_of_life(store, len(self._ranks))
         self._conversation = _C.Conversation(self._store, self._rank, len(self._ranks))

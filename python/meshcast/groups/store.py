@@ -74,7 +74,7 @@ def few_descriptors() -> str:
 
 
 def shortage(error: Exception) -> str:
-    """Names what this process can have no more of, threads or file descriptors, after a failure that may come
+    """Names what this process has run out of, threads or file descriptors, after a failure that may come
     of that; "" if it does not. The failure itself does not always say why."""
     if _NO_THREAD in str(error) or "can't start new thread" in str(error):
         return _THREADS
@@ -129,7 +129,7 @@ def store_failed(error: Exception, what: str, lost: tuple[int, str] | None, call
     return caller.error(
         MeshcastError,
         f"{what}: the rendezvous store does not answer ({first_line(error)}). The process that has it is "
-        "dead or cut off: transfers that the ranks have agreed on go on, new ones need it",
+        "dead or cut off: agreed transfers continue, new ones need it",
     )
 
 
@@ -141,7 +141,7 @@ def within(
     lost: Callable[[], tuple[int, str] | None] = lambda: None,
 ) -> _T:
     """Runs call(), which uses a store, and returns or raises what it does. It has a thread of its own, since
-    it may never return; then DeadlineExceededError. What torch raises of the store becomes an error by
+    it may never return; then DeadlineExceededError. Exceptions of torch's store become errors by
     store_failed()."""
     done = threading.Event()
     found: list[Any] = []

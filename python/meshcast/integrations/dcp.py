@@ -86,8 +86,8 @@ class MemoryStorage(StorageWriter, StorageReader):
     with the same object. Both take state dicts, planners and meshes as they do with files. A save replaces
     the one before.
 
-    With ``no_dist=True`` a save is local and talks to nobody, copies that several ranks hold are all used as
-    sources, and errors of a load arrive as CheckpointException with a typed error of meshcast in
+    With ``no_dist=True`` a save is local and communicates with no rank, copies that several ranks hold are
+    all used as sources, and errors of a load arrive as CheckpointException with a typed error of meshcast in
     ``failures[0][0]``. A rank whose planner refuses its state dict then leaves the others waiting until their
     timeout. Without no_dist torch adds collectives of its own: they notify all ranks of that, but where a
     rank is lost their errors hide those of meshcast.

@@ -26,7 +26,8 @@ _DRAIN = 1.0  # seconds that a transfer in flight gets when the meeting ends
 
 
 class Meeting:
-    """Ranks 0 to size - 1, numbered by whoever calls them together. Layouts of its calls name these ranks.
+    """Ranks 0 to size - 1, numbered by the caller that brings them together. Layouts of its calls name these
+    ranks.
 
     store: connected by all of them. name: of this meeting in the store, one that no other has had.
     limit: seconds, for what has no deadline of its own.

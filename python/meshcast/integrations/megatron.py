@@ -66,9 +66,8 @@ class _Submitted(NamedTuple):
 class MeshcastCopyService(CopyService):
     """For ``swap_model_weights(source, target, refit_method=MeshcastCopyService())``.
 
-    Megatron's plan has a message for every pair of ranks. What one rank sends to several ranks, bit for bit
-    the same, is one multicast here: data-parallel replicas of the target together cost one copy of their
-    weights.
+    Megatron's plan has a message for every pair of ranks. Messages of one rank to several ranks with the same
+    bits are one multicast here: data-parallel replicas of the target together cost one copy of their weights.
     All ranks of the group call ``run``.
 
     Args:
@@ -137,7 +136,7 @@ class MeshcastCopyService(CopyService):
         reshard_state_dict(state, where, out, layouts=layouts, group=self.group, timeout=self._timeout)
 
     def close(self) -> None:
-        """Nothing is kept beside what the group has."""
+        """Keeps nothing in addition to what the group has."""
 
 
 def _merged(sends: list[_Message]) -> list[_Sent]:

@@ -122,7 +122,7 @@ class MeshcastTransport(CheckpointTransport[T]):
             self._sending = None
 
     def shutdown(self, wait: bool = True) -> None:
-        """Ends a checkpoint that is on its way."""
+        """Ends a checkpoint that is in flight."""
         if self._meeting is not None:
             self._meeting.close()
         if wait:

@@ -95,7 +95,8 @@ class MeshcastWorkerEngine(_Joined, base.WeightTransferEngine[_WorkerInitInfo, _
         finalize_layerwise_reload(self.model, self.model_config)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """The base's asks for an accelerator. What has arrived on a GPU is there for this stream."""
+        """The base's asks for an accelerator. Tensors that have arrived on a GPU are there for this
+        stream."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: _UpdateInfo) -> None:
@@ -111,7 +112,7 @@ class MeshcastWorkerEngine(_Joined, base.WeightTransferEngine[_WorkerInitInfo, _
 
 
 class MeshcastTrainerEngine(_Joined, base.TrainerWeightTransferEngine[MeshcastTrainerInitInfo]):
-    """The engine of a trainer: each trainer sends the shards that it has, and nobody gathers a tensor. Where
+    """The engine of a trainer: each trainer sends the shards that it has, and no rank gathers a tensor. Where
     the source yields whole tensors alone, the first owner sends.
 
     Raises, from send_weights: the errors of reshard_state_dict. The group then has to be made again.

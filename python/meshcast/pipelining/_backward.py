@@ -9,7 +9,7 @@ have saved is released. The second part runs all boundary nodes once more, towar
 what was kept. Each kernel thus sees the same operands as in the whole backward, and each parameter adds up
 the same terms in the same order: gradients are equal to the last bit.
 
-What cannot be done twice is done whole in the first part, parameter by parameter:
+Work that cannot be done twice is done completely in the first part, parameter by parameter:
 - parameters that several boundary nodes lead to (shared weights): the engine adds up their terms;
 - parameters behind a root that depends on no input, a position bias for one: the root is no boundary;
 - boundary nodes written in Python (custom functions), which compute all their gradients at once, and nodes
@@ -280,7 +280,7 @@ def _saved(node: Node, name: str) -> Sequence[Any]:
 
 
 def _under_hooks(node: Node, name: str) -> bool:
-    """Returns whether what the node has saved by this name is made again when somebody asks for it."""
+    """Returns whether what the node has saved by this name is made again when it is requested."""
     return any(getattr(each, "unpack_hook", None) is not None for each in _saved(node, name))
 
 

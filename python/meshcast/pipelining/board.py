@@ -1,6 +1,6 @@
 """Messages between the ranks of a pipeline outside the data path, in the store of their process group.
 
-But for `agree`, nothing is a collective: a rank publishes without waiting, and reads with a deadline that
+Except for `agree`, nothing is a collective: a rank publishes without waiting, and reads with a deadline that
 names who is missing. A rank that found an error publishes that instead, so that the others raise at once.
 """
 
@@ -73,7 +73,7 @@ _talks: weakref.WeakKeyDictionary[Any, _Talks] = weakref.WeakKeyDictionary()
 
 class Refused(Exception):  # noqa: N818  no error of its own: it never leaves the package
     """Carries the error of a call that was refused before data moved. Every rank of the pipeline gets one,
-    and all may go on."""
+    and all may continue."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -96,9 +96,9 @@ class PipelineBoard:
     """One conversation of all ranks of a group. Every rank opens its conversations in the same order.
 
     A rank that was refused while it made its stages, or its schedule, ends the conversation that the others
-    open then (`end`), and goes on to the next. A rank that had given up that attempt by itself, before it
-    opened a conversation, finds the end of one that it is past, by the number of the attempt, and goes on to
-    the next as well.
+    open then (`end`), and continues to the next. A rank that had given up that attempt by itself, before it
+    opened a conversation, finds the end of one that it is past, by the number of the attempt, and continues
+    to the next as well.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
@@ -215,7 +215,7 @@ class PipelineBoard:
         self._ask(lambda: self._conversation.say(topic, _packed(value)), self.timeout, f"telling {topic!r}")
 
     def fail(self, topic: str, message: str, *, agreement: bool = False) -> None:
-        """Says under `topic` that this rank has only an error. What it published there before stays.
+        """Says under `topic` that this rank has only an error. Its earlier texts there stay.
 
         agreement: it is one, which this rank has not entered, and fails on all ranks."""
         if topic in self._published or self._silent:
@@ -224,7 +224,7 @@ class PipelineBoard:
 
     def _tell(self, topic: str, value: str, answer: str) -> None:
         """Publishes a value, and the answer of an agreement, without waiting for other ranks. Where the store
-        does not answer, nobody gets them: the error of this rank is what the caller is to see."""
+        does not answer, no rank gets them: the error of this rank is what the caller is to see."""
         self._published.add(topic)
 
         def tell() -> None:

@@ -70,7 +70,7 @@ class WholeState:
             if other != name and keys.get(id(parameters.get(other))) != keys.get(id(parameter), name):
                 raise LayoutError(
                     f"{other!r} and {name!r} both have the whole model's name {new!r}; give names= that "
-                    "tells them apart"
+                    "distinguishes them"
                 )
             whole[name] = new
         return cls(container, optimizer, whole, again, next(iter(stages.values())).group)
@@ -214,7 +214,7 @@ def load(
     *,
     names: Names = None,
 ) -> Any:
-    """Goes on from what `save` wrote, on any cut, meshes and number of ranks. A collective of all ranks of
+    """Continues from what `save` wrote, on any cut, meshes and number of ranks. A collective of all ranks of
     the pipeline.
 
     Every rank reads its part, in place. All ranks get the state of the random generators of the rank that
@@ -253,7 +253,7 @@ def _begun(
     caller: Caller, schedule: PipelineSchedule, optimizer: Any, names: Names, position: Any = None
 ) -> tuple[WholeState, dict[str, Any], str]:
     """This rank's state, and on the lowest rank the position as text, once all ranks have theirs: collectives
-    of torch follow, which nobody can leave. Raises here at once what is wrong here, and AbortedError where
+    of torch follow, which no rank can leave. Raises here at once what is wrong here, and AbortedError where
     another rank has raised."""
     board = schedule._board
     topic = f"checkpoint/{board.agreements}"

@@ -243,7 +243,7 @@ def torch_action(action: Action) -> Any:
 def load_order(path: str, *, waits: bool) -> dict[int, list[Any]]:
     """A file of torch's, with transfers or without, idle steps left out. Waits of torch 2.15 stay what they
     are, also under an older torch, which would read them as weight gradients: who writes the file again
-    writes them again. Nobody waits here except for what it needs. waits=False: they are left out too."""
+    writes them again. No rank waits here except for what it needs. waits=False: they are left out too."""
     with open(path, newline="") as file:
         read = {
             rank: [_parsed(cell.strip()) for cell in row if cell.strip()]
@@ -315,7 +315,7 @@ def with_gathering(row: Sequence[Any], gathering: Gathering, rank: int, ranks: i
 
 
 def _with_waits(row: Sequence[Any]) -> list[Any]:
-    """One reduction of gradients is on its way at a time: the end of each is waited for before the next."""
+    """One reduction of gradients is in flight at a time: the end of each is waited for before the next."""
     made: list[Any] = []
     reducing: list[int] = []
     for action in row:

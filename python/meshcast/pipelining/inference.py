@@ -77,7 +77,7 @@ class Probe:
 
     It runs on fake tensors: no data, no arithmetic, no change of buffers or random state. Where that fails,
     and under FSDP2 with casts, it runs on values, as torch.distributed.pipelining does: on those of a
-    micro-batch that this rank has, and on zeros and on ones in place of those that come from other stages;
+    micro-batch that this rank has, and on zeros and on ones instead of those that come from other stages;
     buffers and random state are put back.
 
     Attributes:
@@ -186,8 +186,8 @@ class Probe:
         """Returns whether the module runs with a fake sample, but not without any: on fake tensors, or, where
         these do not show it (and without FSDP2, which communicates), on values.
 
-        Raises LayoutError if it communicates with others than the peers: the fake sample would be taken for
-        one of the batch.
+        Raises LayoutError if it communicates with others than the peers: the fake sample would count as one
+        of the batch.
         """
         # A collective on fakes reaches no other rank; a real one would, and is stopped.
         attempts: list[tuple[Callable[[Given], Any], bool]] = []
@@ -337,7 +337,7 @@ class Probe:
             raise LayoutError(
                 f"{self.what}: the shapes of its outputs depend on its data: "
                 f"{[each.shape for each in first]} {kinds[0]}, {[each.shape for each in last]} {kinds[1]}. "
-                "What leaves a stage has one shape for all micro-batches of a size: pad it; or give "
+                "The outputs of a stage have one shape for all micro-batches of a size: pad them; or give "
                 "output_args= if real data always have one shape"
             )
         return first
@@ -349,7 +349,7 @@ class Probe:
         return LayoutError(
             f"{self.what}: its output shapes could not be inferred ({type(fake).__name__}: "
             f"{fake}{place}{also}). "
-            "Mend the module, or, if only fake values are at fault, give output_args= with tensors (meta "
+            "Correct the module, or, if only fake values are at fault, give output_args= with tensors (meta "
             "device will do) of the local shapes of one micro-batch"
         )
 

@@ -62,8 +62,8 @@ class StepLoss:
 
     Attributes:
         typical: what sums are divided by before they go backward, the same on all ranks of the stage: the
-            mean weight of a micro-batch, as far as it is known. What is wrong about it is put right when
-            the step ends.
+            mean weight of a micro-batch, as far as it is known. An error in it is corrected when the step
+            ends.
     """
 
     def __init__(

@@ -436,7 +436,7 @@ def cut(
     args: tuple[Any, ...], kwargs: dict[str, Any], count: int, args_spec: Any, kwargs_spec: Any, what: str
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]], list[int]]:
     """Micro-batches of whole values, as torch.distributed.pipelining makes them, and how many samples each
-    has: those of the first tensor. Of fewer samples than micro-batches the last ones have none.
+    has: those of the first tensor. If there are fewer samples than micro-batches, the last ones have none.
 
     Raises LayoutError naming a tensor without samples, or without the dimension that is to be cut.
     """

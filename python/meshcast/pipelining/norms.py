@@ -1,7 +1,7 @@
 """The norm of the gradients of all stages of a pipeline, clipping by it, and gradient scaling for float16:
 all ranks skip a step together, and have one scale.
 
-Who counts what is decided by the ranks of the meshes, not by the names of their dimensions: a parameter may
+The ranks of the meshes decide which rank counts what, not by the names of their dimensions: a parameter may
 lie on a part of the stage's mesh, or on a mesh that joins several pipelines.
 
 Every rank measures the gradients that it counts, so that each element is measured once; one small all-reduce
@@ -295,7 +295,7 @@ class GradScaler(torch.amp.GradScaler):
     Every rank of the pipeline makes one. The loss is scaled in ``loss_fn``; ranks without a loss begin with
     ``init_scale`` as well. The first ``unscale_``, ``step`` or ``update`` of an iteration looks at the
     gradients of all parameters of this rank's stages and agrees with the other ranks, in one all-reduce of
-    one element. What it found holds for every optimizer until ``update``. Every rank calls ``update`` in
+    one element. The result holds for every optimizer until ``update``. Every rank calls ``update`` in
     every iteration, also one without an optimizer.
 
     Args:

@@ -134,7 +134,7 @@ def delay_weights(actions: Actions) -> Actions:
         rank 1  .  .  F0 F1 F2 .  .  I0 W0 F3 I1 W1 F4 I2 W2 F5 I3 W3 .  I4 W4 .  I5 W5
         rank 2  .  .  .  .  F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3 F4 I4 W4 F5 I5 W5
 
-    - every B becomes I W; the transfer of the input gradient travels beside W
+    - every B becomes I W; the transfer of the input gradient travels during W
     - makespan of delayed Eager1F1B: (m + n - 1)(F + B) - (n - 1) W + 2 (n - 1) c while c <= (F + B + W) / 2:
       in the drain each stage waits for I of the next, no longer for its whole B
     - peak activations: those of the schedule that is delayed, since W follows at once
@@ -253,7 +253,7 @@ def interleaved_1f1b(
         rank 1  .   .   1F0 1F1 .   .   3F0 3B0---- 3F1 3B1---- 1F2 1B0---- 1F3 1B1---- 3F2 3B2---- 3F3 3B3---- .   1B2---- .   1B3----
 
     - a rank takes p micro-batches through its first stage, then the same p through its next one, and so on,
-      then the next p; backward likewise, last stage first
+      then the next p; backward in the same way, last stage first
     - warm-up of rank r, in forwards of single stages: (v - 1) p + d (p - 1 - r) + 1, at most m v.
       warmup="1f1b": d = 1, enough while transfers are free; "eager" (the default, what torch and Megatron
       run): d = 2, which gives each transfer between neighbours a period to travel

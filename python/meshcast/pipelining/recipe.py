@@ -1,5 +1,5 @@
 """The actions that a schedule's options make: built, checked against the ranks of the stages, lowered and
-validated. What must be true of a lowered schedule before it may run:
+validated. A lowered schedule may run if the following holds:
 
 1. Each stage is on one rank, and does each micro-batch once forward and once backward (B, or I before W),
    forward first.
@@ -234,7 +234,7 @@ class Recipe:
     """One schedule's options, the same on every rank, so that all make the same actions of them.
 
     links: pairs of stages; None: each stage feeds the next. warmup, budget, times, delayed: as
-    `PipelineSchedule` explains them. given: the actions of each row, in place of those of a schedule known by
+    `PipelineSchedule` explains them. given: the actions of each row, instead of those of a schedule known by
     name; lowered_already: with their transfers.
     """
 
@@ -307,7 +307,7 @@ class Recipe:
 
 
 class GivenOrder:
-    """Actions that were given as torch's, in place of those that are built for a schedule's name.
+    """Actions that were given as torch's, instead of those that are built for a schedule's name.
 
     order: those of each of torch's ranks. lowered: with their transfers.
     """

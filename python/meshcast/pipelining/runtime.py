@@ -169,7 +169,7 @@ class Runtime:
 
     owner: computes and keeps the losses.
     wiring: that of any micro-batch: all join the same stages.
-    outstanding: how many sends may be on their way at once; None: any number.
+    outstanding: how many sends may be in flight at once; None: any number.
     max_active_stages: how many stages FSDP2 may hold gathered at once.
     """
 
@@ -245,7 +245,7 @@ class Runtime:
         """Runs one step.
 
         Errors of a module become MeshcastError naming rank, stage and micro-batch; errors of transfers keep
-        their type. After an error the runtime is of no more use.
+        their type. After an error the runtime cannot be used again.
 
         Args:
             feeds: by stage.
@@ -516,7 +516,7 @@ class Runtime:
             self._settle_sends(keep=0)
 
     def _settle_sends(self, *, keep: int | None) -> None:
-        """Lets go of values that have been sent, so that a step holds no more of them than are in flight, and
+        """Frees values that have been sent, so that a step holds no more of them than are in flight, and
         waits until so many are; None: for none."""
         flying = []
         late = 0 if keep is None else len(self._sends) - keep

@@ -74,7 +74,7 @@ class ScheduleOptions(TypedDict, total=False):
 class PipelineSchedule(torch_schedules._PipelineSchedule):
     """Base of all schedules. Every rank of every stage makes its own, in the same order.
 
-    Its subclasses are schedules of torch.distributed.pipelining too. What differs is how a step runs. One
+    Its subclasses are schedules of torch.distributed.pipelining too. They differ in how a step runs. One
     that has no `name` runs the actions that it was given as torch's: ``pipeline_order``, or, with their
     transfers, ``pipeline_order_with_comms``. `PipelineStage` has an example. In a
     ``with`` statement a schedule is closed at the end; an error in the block ends it on all ranks: the others
@@ -101,7 +101,7 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
         overlap: False: wait for each send where it is made, for comparison.
         varying_shapes: micro-batches may differ in more than the number of their samples, in a step
             (``arg_mbs``) and from step to step. Each new shape costs what the first step costs.
-        max_outstanding_sends: how many sends of this rank may be on their way at once: of more, the oldest is
+        max_outstanding_sends: how many sends of this rank may be in flight at once: of more, the oldest is
             waited for first. None: any number. It bounds the memory of values that others are slow to take.
         seed: each forward begins from a random state of its own, made of this number, the number of the step,
             the stage and the micro-batch (see `microbatch_seed`), and leaves the random state of the process
@@ -229,7 +229,7 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
             return_outputs: return the outputs on the last stage.
             loss_kwargs: more arguments for ``loss_fn``, never cut.
             arg_mbs, kwarg_mbs, target_mbs: arguments (a tuple each), keyword arguments and targets that are
-                micro-batches already, in place of whole ones; of different shapes with ``varying_shapes``.
+                micro-batches already, instead of whole ones; of different shapes with ``varying_shapes``.
                 However many samples it has, every micro-batch counts the same.
             finalize_gradients: False: stages under FSDP2 keep their gradients as they are, neither reduced
                 over ranks nor divided, until a step with True: one reduction for several steps. Stages
@@ -385,7 +385,7 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
     @contextmanager
     def _refusing(self) -> Iterator[None]:
         """An error inside refuses the call, before data moves: this rank raises it at once, the others when
-        they come, and all may go on."""
+        they come, and all may continue."""
         try:
             yield
         except Exception as error:
@@ -573,7 +573,7 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
 
     def _meet(self) -> None:
         """Waits until all ranks of the stages have run their actions: the collectives that follow are those
-        of the user's mesh and cannot be aborted, so nobody enters them unless all got here."""
+        of the user's mesh and cannot be aborted, so no rank enters them unless all got here."""
         members = next(iter(self._mine.values())).mesh.ranks
         if len(members) > 1:
             self._board.publish(f"step/{self._steps}", True)
@@ -640,7 +640,7 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
 
         Args:
             together: every rank of the pipeline calls it; the line then also says how long this rank waited
-                for values that were on their way, by the clocks of the hosts: communication that was not
+                for values that were in flight, by the clocks of the hosts: communication that was not
                 hidden.
         """
         if self._runtime is None:
@@ -716,7 +716,7 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
 
     def transfer_times(self, topology: Topology | None = None) -> dict[Link, float]:
         """Seconds that a micro-batch of the last step takes over each link by the planner's cost model: what
-        ``draw`` and ``times`` take as ``transfer``, beside seconds of compute. topology: as `plan` takes
+        ``draw`` and ``times`` take as ``transfer``, with seconds of compute. topology: as `plan` takes
         it; default: that of the stages."""
         wiring = self._wirings.last
         if wiring is None:

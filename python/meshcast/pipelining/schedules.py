@@ -123,8 +123,8 @@ class PipelineScheduleSingle(PipelineSchedule, torch_schedules.PipelineScheduleS
             self._begin([stage], **options)
 
     def _get_pipeline_order(self) -> Any:
-        """torch's for torch's schedules, unless there are too few micro-batches for it; else what runs, but
-        for options that change it."""
+        """torch's for torch's schedules, unless there are too few micro-batches for it; else what runs,
+        except for options that change it."""
         if self.name in _OF_TORCH and self._n_microbatches >= self._num_stages:
             return super()._get_pipeline_order()
         return self.name and torch_order(build(self.name, self._num_stages, max(1, self._n_microbatches)))
@@ -232,7 +232,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, torch_schedules._PipelineS
     """A schedule of actions loaded from a file or given as a list, with transfers or without, as in torch."""
 
     def __getattr__(self, name: str) -> Any:
-        """The order with transfers as torch would lower it, made when somebody looks at it."""
+        """The order with transfers as torch would lower it, made when it is first read."""
         if name != "pipeline_order_with_comms" or not self.__dict__.get("pipeline_order"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self._gathering.ahead(0, len(self.pipeline_order))  # raises where torch 2.15 would, with our names

@@ -414,7 +414,7 @@ class SimulationReport:
         peak_of_ranks: for each rank, most alive at once over its stages together.
         idle: for each rank, the time between its first and its last action in which it computes nothing.
         exposed_fraction: part of ranks x makespan in which a rank did nothing but wait for a value that was
-            on its way.
+            in flight.
         timeline: compute spans by start time.
         transfers: transfer spans by start time.
     """
@@ -462,7 +462,7 @@ def simulate(
         ahead: how many compute actions ahead receives are posted, see `lower`.
         shared_links: both directions between two ranks share one slot of bandwidth instead of having one
             each.
-        buffers: values of one link and direction that may be on their way or arrived before their receive
+        buffers: values of one link and direction that may be in flight or arrived before their receive
             was posted; a sender that finds none free waits. 0: it waits until each value has arrived. None:
             as many as it takes.
         ranks, warmup, delay_weight_grad: as `build` takes them, for a schedule given by name; warmup="auto"

@@ -106,8 +106,8 @@ class _Forward:
 class PipelineStage(torch_stage.PipelineStage):
     """One stage of a pipeline, as this rank runs it.
 
-    It is a stage of torch.distributed.pipelining, with its attributes and methods. What differs is where
-    values come from: over edges that reshard them, to any later stage.
+    It is a stage of torch.distributed.pipelining, with its attributes and methods. It differs in where values
+    come from: over edges that reshard them, to any later stage.
 
     Args:
         submodule: the stage's module, also inside DistributedDataParallel or FSDP2 over the ranks that its
@@ -120,7 +120,7 @@ class PipelineStage(torch_stage.PipelineStage):
             and targets are given there; ``mesh`` is on the same kind of device.
         input_args: examples of one micro-batch's local inputs; checked against what the producers send.
         output_args: examples (device "meta" will do) of one micro-batch's local outputs, for modules whose
-            shapes cannot be inferred. Of micro-batches with other numbers of samples dimension 0 follows.
+            shapes cannot be inferred. For micro-batches with other numbers of samples dimension 0 follows.
         output_grads, input_grads: examples of gradients, as torch takes them; here layouts follow from the
             values. torch 2.11 has ``group`` and ``dw_builder`` in their places, which is understood.
         group: the ranks of the whole pipeline, all stages together; default: the default group.
@@ -692,7 +692,8 @@ class PipelineStage(torch_stage.PipelineStage):
     def sync_gradients(self) -> None:
         """Sums the gradients of the parameters over the data-parallel ranks of the stage; inside
         DistributedDataParallel over other pipelines (``group=``) it takes their mean over these. Called by
-        all of these ranks, once per step. What several stages of a rank hold is left to the first of them.
+        all of these ranks, once per step. Parameters of several stages of a rank are left to the first of
+        them.
 
         ``step`` does it unless the schedule was made with ``sync_gradients=False``. Hooks that
         ``register_post_accumulate_grad_hook`` has put on the parameters run behind it.

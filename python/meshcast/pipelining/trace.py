@@ -2,7 +2,7 @@
 how long the stages computed. Timelines, measured or simulated, as text and as pictures.
 
 On a GPU the host completes a step before the GPU does, so its own clock shows nothing of compute: marks
-in the compute stream are read when somebody asks for the trace.
+in the compute stream are read when the trace is requested.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _action(name: str) -> Action:
 
 def exposed_seconds(spans: Iterable[Span]) -> dict[int, float]:
     """Returns for each rank how long it did nothing but wait for values that were in flight: its waits, each
-    from the moment that the value was sent. What it waits before that is the bubble of the schedule.
+    from the moment that the value was sent. Waiting before that is the bubble of the schedule.
 
     Counts only waits whose sender's trace is among the spans; clocks of several hosts must agree.
     """

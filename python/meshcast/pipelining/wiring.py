@@ -212,7 +212,7 @@ class ShapesReport(NamedTuple):
 
 
 def report_outputs(stage: RankStage, inferred: Inferred) -> ShapesReport:
-    """The report of what a rank has inferred. The last stage only reports that it came this far: nobody must
+    """The report of what a rank has inferred. The last stage only reports that it came this far: no rank may
     wait for it in vain."""
     if inferred.outputs is None and not stage.is_last:
         return ShapesReport(None, inferred.needs_data)

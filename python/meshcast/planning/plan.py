@@ -285,7 +285,7 @@ class Plan:
         `lower_bound`.
 
         A host passes a chunk on only once it has it, so the last of many hosts begins late to take anything
-        in. What this is above `lower_bound` is the cost of filling (docs/planner.md, "Filling").
+        in. The difference to `lower_bound` is the cost of filling (docs/planner.md, "Filling").
 
         Example::
 
@@ -381,9 +381,9 @@ class Plan:
         return self._nic_traffic[index]
 
     def peak_staging_bytes(self, rank: int) -> int:
-        """Most bytes of buffers for packed messages that `rank` has at a time, beside both of its tensors
-        (contiguous ones): for every peer and direction a window of four messages, and one more to unpack.
-        This is what gloo takes; UCX and shared memory stage only partial values."""
+        """Most bytes of buffers for packed messages that `rank` has at a time, in addition to both of its
+        tensors (contiguous ones): for every peer and direction a window of four messages, and one more to
+        unpack. This is what gloo takes; UCX and shared memory stage only partial values."""
         return self._staging.get(checks.integer("rank", rank, 0, (1 << 31) - 1), 0)
 
     def describe(self) -> str:

@@ -230,8 +230,8 @@ def differentiable_call(
 
 
 def backward(*roots: torch.Tensor | None, retain_graph: bool = False) -> None:
-    """Runs autograd over the local losses and over every reshard since the last backward, on every rank
-    alike.
+    """Runs autograd over the local losses and over every reshard since the last backward, in the same way on
+    every rank.
 
     Every rank of all meshes involved calls it once per step. Each reshard of the step runs its reverse
     exactly once, in reverse call order, with zeros for results that no root uses here.
@@ -275,7 +275,7 @@ def backward(*roots: torch.Tensor | None, retain_graph: bool = False) -> None:
 
 
 def _end(chain: _Chain) -> None:
-    """The chain takes no further calls and lets go of the graph."""
+    """The chain takes no further calls and releases the graph."""
     global _current, _retained
     with _lock:
         if _current is chain:

@@ -82,7 +82,7 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """The DTensor of `spec` whose part on this rank is `local`; no gradients flow into it.
 
     `DTensor(...)` is the same, but its first call in a process imports torch._dynamo: 0.5 s and 29 MiB with
-    torch 2.13, of no other use to a rank that only receives. What does so is `__init__`, which has work only
+    torch 2.13, of no other use to a rank that only receives. The import is in `__init__`, which has work only
     inside torch.export."""
     if torch.compiler.is_exporting():
         return DTensor(local, spec, requires_grad=False)
@@ -404,8 +404,8 @@ class Compiled:
     ) -> tuple[list[DTensor], Call | None]:
         """Starts the transfer of xs, one per move (no DTensor on ranks outside the source). The results'
         local tensors are filled once the call has been waited for: new ones, or where there is one move that
-        of `out`, if it is a DTensor. driven: the caller waits at once; else the call watches xs, but for what
-        is in the storage of `out`."""
+        of `out`, if it is a DTensor. driven: the caller waits at once; else the call watches xs, except for
+        what is in the storage of `out`."""
         given = isinstance(out, DTensor)
         results: list[DTensor] = [out] if given else [move.allocate() for move in self.moves]
         if self.transfer is None:
@@ -463,8 +463,8 @@ def compile_call(
     """Checks what was given and compiles it. Raises LayoutError before any byte moves.
 
     needs_grad: tensors that require a gradient get one. spec_inside: see source_of(). kept: other calls of
-    this kind share the transfer and what was agreed on. lost: ranks of source meshes that hold nothing any
-    more."""
+    this kind share the transfer and what was agreed on. lost: ranks of source meshes that no longer hold
+    anything."""
     sources = [source_of(x, parent.rank, needs_grad, spec_inside=spec_inside) for x in xs]
     destinations = [destination_of(goal, source, lost) for goal, source in zip(goals, sources, strict=True)]
     if lost:

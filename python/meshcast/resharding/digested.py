@@ -1,5 +1,5 @@
-"""reshard and its like with digests: the tensors travel as a state dict of the ranks of both meshes, whose
-call ends by telling all of them what each has seen."""
+"""reshard and similar functions with digests: the tensors travel as a state dict of the ranks of both meshes,
+whose call ends with a report to all of them of what each has seen."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Digested:
         lost: Sequence[int],
         options: PlanOptions,
     ) -> None:
-        """Raises LayoutError where the ranks of the call are not known from its arguments. What else is wrong
-        with them is reported to these ranks."""
+        """Raises LayoutError where the ranks of the call are not known from its arguments. Other errors in
+        them are reported to these ranks."""
         self._parent, self._op = parent, op
         self._names = ["x"] if op != "reshard_many" else [f"xs[{index}]" for index in range(len(xs))]
         self._without, self._inside = self._others(xs, goals, lost)

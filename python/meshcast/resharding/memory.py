@@ -1,6 +1,6 @@
 """The memory that tensors occupy: transfers write behind the back of autograd.
 
-Whether strided elements have addresses in common is decided exactly, in integers alone: whether steps, each
+The test for addresses that strided elements have in common is exact, in integers alone: whether steps, each
 taken at most so many times, can add up to a total. From the widest step to the narrowest, what may still be
 missing is kept, as far as the narrower steps can make up for it. With the strides of views that is a handful
 of numbers. With others it may be very many: then there is no answer.

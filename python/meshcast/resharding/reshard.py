@@ -530,7 +530,7 @@ def reshard_local(
         shape: of the global tensor.
         dtype: of both; nothing is cast.
         device: "cpu" or "cuda", where the shards of all ranks are, or (that of the source, that of the
-            destination). What is allocated on cuda is on the current GPU.
+            destination). Allocations on cuda are on the current GPU.
         group: process group that holds the ranks of both layouts; None for the default group.
         strategy, topology: see meshcast.plan.
         async_op: return a Handle at once.

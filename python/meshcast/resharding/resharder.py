@@ -43,8 +43,8 @@ _NO_SPEC = object()  # None is what something else than a DTensor has
 class Resharder:
     """A reshard of one spec to one layout, compiled once.
 
-    Constructed by every rank of both meshes, in one order with their other calls; started likewise. No call
-    looks anything up or exchanges anything after the first one, and the plan is never dropped while the
+    Constructed by every rank of both meshes, in one order with their other calls; started in the same way. No
+    call looks anything up or exchanges anything after the first one, and the plan is never dropped while the
     Resharder lives.
 
     Args:

@@ -198,7 +198,7 @@ def checked_call(rank: int, given: Given) -> StateCall:
 
 def receiving(destinations: Any, out: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns destinations= and out= where tensors among the destinations are outputs as well, and outputs
-    are destinations. What is no tensor in the state dict of a model comes along by itself."""
+    are destinations. Entries of the state dict of a model that are no tensors come along by themselves."""
     places, outs = _received("destinations", destinations), _received("out", out)
     for name, x in places.items():
         if isinstance(x, DTensor) and x.device_mesh.get_coordinate() is None:
@@ -443,8 +443,8 @@ class _Reading:
             return layout, family
         if layout.has_partial:
             raise LayoutError(
-                f"{name!r} under {layout} holds Partial, whose values are reduced in the group of "
-                "then; reduce it there"
+                f"{name!r} under {layout} holds Partial, whose values are reduced in the previous "
+                "group; reduce it there"
             )
         layout = renumbered(layout, self._numbers, f"{name!r}")
         if family is not None:

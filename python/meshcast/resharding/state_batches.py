@@ -105,7 +105,7 @@ class Batch:
         return 0 if figures is None else int(figures["bytes_done"]), expected
 
     def refuse(self, error: Exception, limit: float) -> None:
-        """Tells the other ranks that this one does not run it. limit: seconds."""
+        """Notifies the other ranks that this one does not run it. limit: seconds."""
         if self._transfer is not None:
             self._transfer._group.refuse(0, error, limit)
 
@@ -284,7 +284,7 @@ class Kept:
         return found[0]
 
     def add(self, key: Any, known: Known) -> None:
-        """Once it has run: before, nobody knows how large its plan is."""
+        """Once it has run: before that, the size of its plan is not known."""
         self._drop(key)
         self._known[key] = (known, known.nbytes)
         self._bytes += known.nbytes

@@ -1,8 +1,8 @@
 """reshard_state_dict: all weights of a model from one set of meshes to another, for example from a trainer to
 its rollout workers, without a checkpoint.
 
-StateResharder: calls of reshard_state_dict that differ in their values alone. What they have in common is
-checked and compiled once.
+StateResharder: calls of reshard_state_dict that differ in their values alone. Their common part is checked
+and compiled once.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def reshard_state_dict(
             digests alone.
         layouts: {name: Layout} of plain tensors that are no copies, by their names in
             state_dict: each rank of the Layout has its local tensor. (Layout, shape) where the layout does
-            not tell the global shape, as boxes do.
+            not determine the global shape, as boxes do.
         rename: from the names in state_dict to those of maps and destinations: a mapping, in which names that
             stay are left out, or a function of the name. None as a name leaves an entry out.
         maps: TensorMaps, for tensors that are joined, cut, stacked or transposed on the way; the same on
@@ -154,10 +154,10 @@ def reshard_state_dict(
         strict: refuse tensors that have no destination, and entries that cannot travel; False leaves them
             out.
         lost: global ranks that are dead, or have left with what they held; the same on every rank. They are
-            in layouts of what is held, make no call and need not be in `group`. What they held comes from
+            in layouts of what is held, make no call and need not be in `group`. Their boxes come from
             replicas on other ranks.
         async_op: return a Handle at once; handle.wait() gives the result. Calls of this kind run one
-            after the other, in an order that is the same on all ranks, beside all others.
+            after the other, in an order that is the same on all ranks, independently of all others.
         copy: with async_op, what this rank holds is copied at once, and may be changed from then on.
         group: process group whose ranks all call; None for the default group.
         strategy, topology: see meshcast.plan.

@@ -1,7 +1,7 @@
 """The forms of an entry of a state dict between what a rank was given and the transfer: `Held` and `Wanted`,
 the text of a `StateSide`, and the `Move`s into a `Target`, each with the `Problem` that the transfer solves.
 
-Boxes that ranks have read from a checkpoint stand beside what they hold, in place of what lost ranks had.
+Boxes that ranks have read from a checkpoint are listed with what they hold, and replace what lost ranks had.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Output(NamedTuple):
 
 
 class LoadedBoxes(NamedTuple):
-    """Boxes of a tensor that one rank has read from a checkpoint, beside what it holds."""
+    """Boxes of a tensor that one rank has read from a checkpoint, in addition to what it holds."""
 
     dtype: torch.dtype
     device_type: str

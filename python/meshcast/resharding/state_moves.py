@@ -253,7 +253,7 @@ class Sides:
         return together([positive(layout, len(shape)) for layout in self._places[name]], shape)
 
     def held(self, name: str) -> Held:
-        """Raises LayoutError where nobody, or not every rank that should, has it; PlanMismatchError where
+        """Raises LayoutError where no rank, or not every rank that should, has it; PlanMismatchError where
         ranks describe it differently."""
         found = self._held.get(name)
         if found is None:
@@ -400,7 +400,7 @@ class Sides:
                     raise LayoutError(f"{argument}= on rank {rank} names what {what}: {names_text(odd)}")
 
     def check_extra(self, used: set[str]) -> None:
-        """Raises where a rank holds what nobody asked for."""
+        """Raises where a rank holds what no rank asked for."""
         if not self.first.options.strict or any(side.selects for side in self.sides.values()):
             return
         for holder in self.ranks:
@@ -565,7 +565,7 @@ def _hint(out: Output, wanted: Wanted, expected: tuple[int, ...]) -> str:
     if not out.plain or out.shape == expected or wanted.where.by_boxes:
         return ""
     whole = all(placement.is_replicate() for placement in wanted.where.placements)
-    part = "; a plain tensor takes all of it: for this rank's part give a Layout as destination, beside out="
+    part = "; a plain tensor takes all of it: for this rank's part give a Layout as destination and out="
     return part if whole else ""
 
 

@@ -5,8 +5,8 @@ if one does not, all read what each holds and wants in the rendezvous store, onc
 the last round the holders say whether their weights stayed unchanged meanwhile: only then does any rank
 return them. All ranks see all rows, hence all raise the same.
 
-Calls that run beside their caller do so one after the other. They have private groups of their own, so that
-they need no order with other calls of the process group.
+Calls that run concurrently with their caller do so one after the other. They have private groups of their
+own, so that they need no order with other calls of the process group.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ class Memory:
 
     def fitting(self, key: Any, targets: dict[str, Target]) -> dict[str, torch.Tensor]:
         """Returns the tensors for a call, which become those of the last. Empty where it has other targets
-        than the last: ranks that hold may come to hold others, of which a rank that receives hears in the
-        call itself."""
+        than the last: ranks that hold may come to hold others, which a receiving rank learns in the call
+        itself."""
         known = self.of(key)
         same = targets is self._targets or targets == self._targets
         self._key, self._targets, self._tensors = key, targets, known if same else {}
@@ -217,7 +217,7 @@ class StateRun:
         refused: what is wrong with the arguments.
         result: filled at the end.
         batches, made: of its transfers, and the calls of those that have begun.
-        moving: called once nobody has anything to refuse, before the first byte is written.
+        moving: called once no rank has anything to refuse, before the first byte is written.
     """
 
     def __init__(
@@ -747,7 +747,8 @@ class _Work(Unordered):
 
 
 def beside(parent: ParentGroup, lost: Collection[int] = ()) -> Conversation:
-    """The conversation of the calls that run beside others. Versions are those of the process group."""
+    """The conversation of the calls that run concurrently with others. Versions are those of the process
+    group."""
     talk = conversation(parent.twin(OP), lost)
     talk.versions = conversation(parent, lost).versions
     return talk
@@ -761,7 +762,7 @@ def started(
     lost: Collection[int] = (),
     copy: bool = False,
 ) -> Handle[ReshardedState]:
-    """Starts a call. limit: seconds. work: what to do with the deadline in place of Conversation.run alone.
+    """Starts a call. limit: seconds. work: what to do with the deadline instead of Conversation.run alone.
     lost: ranks that make no call any longer. copy: of what is held, at once."""
     if copy:
         run.keep_copies()

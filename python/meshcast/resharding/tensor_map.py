@@ -1,4 +1,4 @@
-"""TensorMap: tensors that are joined, cut, stacked or transposed on their way, said once and planned as
+"""TensorMap: tensors that are joined, cut, stacked or transposed while they travel; declared once, planned as
 boxes."""
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _listed(name: str, value: Any, kinds: tuple[type, ...]) -> tuple[Any, ...]:
 @dataclass(frozen=True)
 class Block:
     """A box of a source, and where it lies in something that sources make. axes: for each dimension of the
-    source the one that it lies along there; None: a dimension of one element that is gone."""
+    source the one that it lies along there; None: a dimension of one element that was removed."""
 
     source: str
     low: _Shape  # of the box, in the source

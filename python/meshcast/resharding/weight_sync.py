@@ -67,7 +67,7 @@ class WeightStats:
 
 @dataclass(frozen=True)
 class WeightProgress:
-    """The progress of the version that is on its way. Values on GPUs count once their transfer is complete.
+    """The progress of the version that is in flight. Values on GPUs count once their transfer is complete.
 
     Attributes:
         bytes_done: that this rank has sent and received of it.
@@ -79,8 +79,8 @@ class WeightProgress:
 
 
 class Buffer:
-    """Memory of one version. state: what the user gets, None while it is not whole; torn: a version was on
-    its way into it, and did not arrive."""
+    """Memory of one version. state: what the user gets, None while it is not whole; torn: a version was in
+    flight into it, and did not arrive."""
 
     def __init__(self) -> None:
         self.memory = Memory()
@@ -209,7 +209,7 @@ class Buffers:
 
     def late(self, wanted: int | None, elapsed: float) -> DeadlineExceededError:
         what = "any version" if wanted is None else f"version {wanted} or a newer one"
-        why = "nobody has pushed one" if self._claimed is None else "a push is in flight and not complete"
+        why = "no rank has pushed one" if self._claimed is None else "a push is in flight and not complete"
         text = f"pull waited {elapsed:.1f} s for {what}: {why}"
         return self._caller.error(DeadlineExceededError, text, phase="wait", elapsed=elapsed, limit=elapsed)
 
@@ -286,7 +286,7 @@ class _Side:
 
     def pushed(self, version: int, state: Any = None) -> None:
         """One push, within the limit. Blocks. Raises Late where other ranks were not ready in half of it.
-        state: from now on, in place of the one before."""
+        state: from now on, instead of the one before."""
         self._state = self._state if state is None else state
         begin, site = time.monotonic(), call_site()
 
@@ -361,7 +361,7 @@ class _Side:
         return start
 
     def progress(self) -> WeightProgress | None:
-        """Returns the progress of the version that is on its way; None where none is. Any thread."""
+        """Returns the progress of the version that is in flight; None where none is. Any thread."""
         run = self._run
         found = [batch.progress() for batch in ([] if run is None else run.batches)]
         return (
@@ -454,18 +454,18 @@ _LARGEST = (1 << 62) - 1  # version
 
 
 class WeightSync:
-    """Versions of a model's weights, from ranks that train to ranks that serve, while both go on. In a
+    """Versions of a model's weights, from ranks that train to ranks that serve, while both continue. In a
     ``with`` statement it is closed at the end; an error in the block ends it on all ranks, with that cause.
 
-    Constructed by every rank of `group`, each when it likes: nobody waits for another there. Ranks that give
-    a state push; the others receive. A push and what it moves are beside all other calls of the process
-    group: connections are its own, and no order with other calls is needed.
+    Constructed by every rank of `group`, at any time: no rank waits for another there. Ranks that give
+    a state push; the others receive. A push and its transfers are independent of all other calls of the
+    process group: connections are its own, and no order with other calls is needed.
 
     **push** reads the tensors of the state where they are by then and keeps no copy. It first makes sure,
     through the rendezvous store, that every rank is ready, and only then moves anything.
 
     **With two buffers** a thread of each receiving rank writes a version into the buffer that is not served.
-    Such a rank is always ready, unless it is stuck or frozen. A version that nobody has pulled gives way to
+    Such a rank is always ready, unless it is stuck or frozen. A version that was not pulled is replaced by
     the next one. **With one buffer** `pull` itself writes into the weights that are served, so a push waits
     for every such rank to be in `pull`. Each rank has as many buffers as it likes. A rank that pushes and is
     in a destination as well receives in its `push`. Onto a GPU the thread writes behind what the stream of
@@ -530,7 +530,7 @@ class WeightSync:
             if (out is not None or into) and count == 2:
                 raise LayoutError(
                     f"{'out=' if out is not None else 'destinations'} has the only buffer; pass buffers=1 "
-                    f"with it{'' if out is not None else ', or (mesh, placements) in place of tensors'}"
+                    f"with it{'' if out is not None else ', or (mesh, placements) instead of tensors'}"
                 )
             out = into or None if out is None else out
             given = Given(None, destinations, **options)
@@ -563,17 +563,17 @@ class WeightSync:
 
     def push(self, version: int, state: State | None = None) -> None:
         """Sends the state as it is now to every rank that asks for it. Returns once it is whole there: the
-        tensors may be changed again. They may not be while it runs. Who must have this very version over
-        there pulls it by its number: what is newest may change a moment later.
+        tensors may be changed again. They may not be while it runs. A rank that needs exactly this version
+        pulls it by its number: the newest may change a moment later.
 
         version: 0 or more, larger than that of every earlier push, and the same on all ranks that push.
-        state: sent in place of the one before, by this push and later ones.
+        state: sent instead of the one before, by this push and later ones.
 
         Raises:
             DeadlineExceededError: a rank was not ready within half of the limit; the error names it. Nothing
                 was moved, the older versions stay as they are, and a later push may succeed.
-            PlanMismatchError, LayoutError: versions, names, tensors or destinations do not fit, on all ranks
-                alike. Nothing was moved, and a later push may succeed.
+            PlanMismatchError, LayoutError: versions, names, tensors or destinations do not fit, on all ranks.
+                Nothing was moved, and a later push may succeed.
             MeshcastError: the state was changed while it travelled: no rank has this version.
             PeerLostError, AbortedError, or DeadlineExceededError of a transfer: the WeightSync has failed on
                 all ranks, which keep what they serve.
@@ -598,8 +598,8 @@ class WeightSync:
 
         Raises:
             DeadlineExceededError: there was no such version within the limit.
-            PlanMismatchError, LayoutError, MeshcastError: a push was refused or was torn on the way, told
-                once. With two buffers, and where it was refused, what is current stays so.
+            PlanMismatchError, LayoutError, MeshcastError: a push was refused or interrupted; raised once.
+                With two buffers, and where it was refused, what is current stays so.
             PeerLostError, AbortedError: the WeightSync has failed or was closed, here or on another rank.
         """
         self._check("pull")
@@ -639,7 +639,7 @@ class WeightSync:
 
     @property
     def progress(self) -> WeightProgress | None:
-        """Bytes of the version that is on its way, to or from this rank; None while nothing moves. For any
+        """Bytes of the version that is in flight, to or from this rank; None while nothing moves. For any
         thread, while another is in push or pull."""
         return self._side.progress()
 
@@ -647,8 +647,8 @@ class WeightSync:
         return f"<{self._name} of group {self._parent.name!r}{', closed' if self._closed else ''}>"
 
     def close(self) -> None:
-        """Ends it on all ranks: pushes, and pulls that would have to wait, raise AbortedError. What is
-        current can be used on. Waits a few seconds at most, for a version that is on its way."""
+        """Ends it on all ranks: pushes, and pulls that would have to wait, raise AbortedError. The current
+        version stays usable. Waits a few seconds at most, for a version that is in flight."""
         forks.check(self._born, f"{_OP}.close")
         if self._closed:
             return
@@ -696,6 +696,6 @@ class WeightSync:
 
 
 def _dropped(side: _Side, at_end: dict[str, Any], name: str) -> None:
-    """Nobody has closed it. Its connections end with the process group: this may be any thread."""
+    """Ends one that was not closed. Its connections end with the process group: this may be any thread."""
     at_end.pop(name, None)
     side.leave("has dropped it")

@@ -1,7 +1,7 @@
 """Transfers between GPUs: which transport connects them, its communicators, and the medium that uses these.
 
-What a transfer enqueues runs behind the caller's current stream. Waiting for it orders the stream that is
-current then, and does not block the host; over CUDA IPC only until the other ranks have made the same
+The work of a transfer is enqueued behind the caller's current stream. Waiting for it orders the stream that
+is current then, and does not block the host; over CUDA IPC only until the other ranks have made the same
 call."""
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ def _connect_ipc(
     topic: str,
     deadline: float,
 ) -> None:
-    """Every rank listens, tells where, and connects with all others, lane by lane."""
+    """Listens, publishes the address, and connects with all others, lane by lane."""
     meetings = [_C.IpcMeeting() for _ in lanes]
     addresses = _Addresses(tuple(meeting.address for meeting in meetings))
     gathered = _gather(group, control, topic, addresses, deadline)

@@ -29,7 +29,7 @@ __all__ = [
 def call_back(function: Callable[[], None]) -> None:
     """Calls it soon, on a thread that may wait for what it likes. For what completes a future, and so runs
     the callbacks that a user has chained on it: no thread that others need may do that, and no lock may be
-    held meanwhile. What it raises is printed."""
+    held meanwhile. Its exceptions are printed."""
     _C.run_callback(function)
 
 

@@ -139,8 +139,8 @@ class Ends(NamedTuple):
 
 
 class Casts(NamedTuple):
-    """Ends of the tensors of a transfer and of its backward, which has none where there is no gradient; alike
-    on all ranks. Their types on the way are those of the problems."""
+    """Ends of the tensors of a transfer and of its backward, which has none where there is no gradient; the
+    same on all ranks. Their types in flight are those of the problems."""
 
     forth: tuple[Ends, ...]
     back: tuple[Ends, ...] = ()

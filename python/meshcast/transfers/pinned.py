@@ -1,6 +1,6 @@
 """Transfers between a mesh on CPUs and one on GPUs.
 
-Between ranks they are those of CPUs. What a rank has on its GPU goes through pinned host memory, which its
+Between ranks they are those of CPUs. A rank's shards on its GPU go through pinned host memory, which its
 group keeps for later calls."""
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class PinnedPool:
 
     Pinning costs far more than a copy: a block is allocated once, lent to one call at a time, and lent again
     when that call no longer needs it on the host and on the GPU. Those of a call that failed are given up:
-    nobody knows what still writes to them. Thread-safe.
+    something may still write to them. Thread-safe.
     """
 
     def __init__(self, pinned: Callable[[int], torch.Tensor]) -> None:
@@ -258,7 +258,7 @@ class LandingWork:
     """The Work of a call whose results go onto a GPU once the transfer is over.
 
     wait() blocks the host until then, and orders the current stream behind the copy. is_completed(), and the
-    future, tell that the GPU is done as well. Each of them enqueues the copy if nobody has.
+    future, report that the GPU is done as well. The first of them enqueues the copy.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ class LandingWork:
             return True
 
     def get_future(self) -> torch.futures.Future[None]:
-        """Followed by a thread for callbacks: whoever ends a transfer must not wait for a GPU."""
+        """Followed by a thread for callbacks: the thread that ends a transfer must not wait for a GPU."""
         future: torch.futures.Future[None] = torch.futures.Future()
 
         def follow() -> None:

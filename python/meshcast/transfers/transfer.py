@@ -179,7 +179,7 @@ class PersistentTransfer:
         self._group.abort(reason)
 
     def close(self) -> None:
-        """Drops the plan; transfers in flight go on. Later starts raise."""
+        """Drops the plan; transfers in flight continue. Later starts raise."""
         self._core.close(MeshcastError(f"{self._op}: the transfer was closed", op=self._op))
 
     def launch(

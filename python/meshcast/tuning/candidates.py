@@ -4,7 +4,7 @@ They are arithmetic on what the ranks have measured: no process group, no tensor
 
 Also the measurement of this rank's stages: F, B, I and W, transfers, and what a micro-batch holds in memory.
 A few micro-batches run through the whole pipeline one after the other, so that nothing else runs while
-something is measured. What a step leaves in the modules is put back.
+something is measured. The modules are restored after each step.
 """
 
 from __future__ import annotations

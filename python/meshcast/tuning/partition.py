@@ -184,7 +184,7 @@ def _values(calls: Sequence[_Call]) -> list[tuple[Value, ...]]:
 
 
 def _measured(call: _Call, module: nn.Module) -> Layer:
-    """Returns what a module takes and holds in place of the one that was called."""
+    """Returns what a module takes and holds instead of the one that was called."""
     module = deepcopy(module)
     device = _device(module, *call.inputs())
     times: list[tuple[float, float, float]] = []
@@ -743,7 +743,7 @@ def _proposed(evaluator: Evaluator, counts: Sequence[int], ranks: int) -> Partit
     if count > 1:
         blind = looked(Evaluator(known, {}, job), [count])[0]
         if blind is not None:
-            alternatives["best where transfers are taken for free"] = alternative(blind)
+            alternatives["best if transfers were free"] = alternative(blind)
     if 1 in counts:
         alternatives["one stage, data parallel"] = alternative(even(len(known), 1, ranks))
     if (most := min(len(known), ranks)) in counts:

@@ -209,7 +209,7 @@ class Search:
         return layer_cuts * ways[self.ranks]
 
     def _by_bounds(self, stages: int) -> None:
-        """Simulates in the order of the bounds until none can be below the best. Of equals the first start
+        """Simulates in the order of the bounds until none can be below the best. Among equals the first start
         wins."""
         first = next(iter(self.starts), even(len(self.times), stages, self.ranks))
         cuts = (

@@ -13,7 +13,7 @@
 #include "plan/schedule.h"
 #include "run/program.h"
 
-// The tables of docs/planner_results.md. Hidden: run with `meshcast_tests "[tables]"`, or one of them by name.
+// The tables of docs/benchmarks.md. Hidden: run with `meshcast_tests "[tables]"`, or one of them by name.
 using namespace meshcast;
 using namespace meshcast::testing;
 

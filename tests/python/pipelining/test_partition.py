@@ -39,7 +39,7 @@ def test_the_cut_moves_to_where_little_crosses() -> None:
     layers = [Layer(0.01, 0.02, (narrow if i == 1 else wide,)) for i in range(6)]
     found = partition(layers, 8, 2, SLOW, stages=2, microbatches=8)
     assert found.layers == [range(2), range(2, 6)]
-    blind = found.alternatives["best where transfers are taken for free"]
+    blind = found.alternatives["best if transfers were free"]
     assert blind > 1.5 * found.step_seconds
     text = found.explain()
     assert "layers 0 to 1 on ranks 0" in text

@@ -95,7 +95,7 @@ def test_what_is_whole_is_taken_after_the_end() -> None:
 
 def test_a_wait_ends_with_a_version_or_its_limit() -> None:
     buffers = Buffers(2, 0)
-    with pytest.raises(DeadlineExceededError, match="any version: nobody has pushed one"):
+    with pytest.raises(DeadlineExceededError, match="any version: no rank has pushed one"):
         take(buffers, None, 0.05)
     buffers.tear(buffers.claim())
     with pytest.raises(DeadlineExceededError, match="version 7 or a newer one: a push is in flight"):

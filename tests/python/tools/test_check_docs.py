@@ -1,4 +1,4 @@
-"""tools/check_docs.py: which lines of a document count as prose."""
+"""tools/check_docs.py: which lines of a document count as prose, and which words have plainer ones."""
 
 from __future__ import annotations
 
@@ -36,3 +36,35 @@ def test_what_has_none(text: str) -> None:
     assert check_docs.wide_lines(text) == []
     number = text.count("\n") + 2
     assert check_docs.wide_lines(f"{text}\n{WIDE}") == [(number, 125)], "the exception ends with its text"
+
+
+@pytest.mark.parametrize("phrase", [each for words in check_docs.WORDS for each in words.split(", ")])
+def test_each_word_is_found(phrase: str) -> None:
+    assert check_docs.words_of_document(f"One line.\nA rank {phrase} here.\n") == [(2, phrase)]
+    first, _, rest = phrase.partition(" ")
+    if rest:
+        assert check_docs.words_of_document(f"A rank {first}\n{rest} here.\n") == [(1, phrase)], "wrapped"
+    assert check_docs.words_of_document(f"A rank `{phrase}` here.\n```\n{phrase}\n```\n") == []
+
+
+@pytest.mark.parametrize("word", check_docs.BEGINNINGS)
+def test_clauses_for_subjects_are_found(word: str) -> None:
+    assert check_docs.words(f"It ends. {word} it holds is freed.") == [(1, word)]
+    assert check_docs.words(f"{word} it holds is freed.") == [(1, word)]
+    assert check_docs.words(f"{word} does it hold? It says {word.lower()} it holds.") == []
+
+
+def test_texts_of_the_package_are_read() -> None:
+    module = '"""It goes on."""\n\n\ndef f():\n    raise ValueError("the call goes on, nobody waits")\n'
+    assert check_docs.words_of_module(module) == ([(1, "goes on")], 2)
+    assert check_docs.words_of_source('fail("the call goes on");  // it goes on\n') == 1
+
+
+def test_the_table_for_contributors_has_the_same_words() -> None:
+    text = (check_docs.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for words, plainer in check_docs.WORDS.items():
+        assert f"| {words} | {plainer} |" in text
+
+
+def test_the_tree_has_none() -> None:
+    assert check_docs.main([]) == 0

@@ -20,14 +20,12 @@ from meshcast import cli
 RUN_BY = {
     "README.md": "tests/multiproc/test_start_pages.py",
     "docs/coming_from_torch.md": "tests/multiproc/cases_docs.py",
-    "docs/dashboards.md": "tests/multiproc/cases_docs.py",
     "docs/elastic.md": "tests/multiproc/cases_docs.py",
     "docs/integrations.md": "tests/multiproc/cases_docs.py",
+    "docs/observing.md": "tests/multiproc/cases_docs.py",
     "docs/pipelining.md": "tests/multiproc/cases_docs.py",
     "docs/resharding.md": "tests/multiproc/cases_docs.py",
-    "docs/start/move_weights.md": "tests/multiproc/test_start_pages.py",
-    "docs/start/plan_only.md": "tests/multiproc/test_start_pages.py",
-    "docs/start/train_a_pipeline.md": "tests/multiproc/test_start_pages.py",
+    "docs/start.md": "tests/multiproc/test_start_pages.py",
 }
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[0].split())
