@@ -622,8 +622,8 @@ def run_dump(arguments: argparse.Namespace) -> int:
     No process gets a signal, and none is asked that does not listen: ranks do from `import meshcast` on where
     a launcher such as torchrun started them, others once they have connected.
     """
-    numbers = _numbers([*arguments.processes, *arguments.pid], "number of a process")
-    ranks = _numbers(arguments.rank, "rank")
+    numbers = _numbers([*arguments.processes, *arguments.pid], "the number of a process")
+    ranks = _numbers(arguments.rank, "a rank, such as 0")
     folder = str(Path(arguments.to).absolute()) if arguments.to else ""
     names = _sockets()
     with ThreadPoolExecutor(min(_MOST_THREADS, len(names) or 1)) as threads:
@@ -656,7 +656,7 @@ def run_dump(arguments: argparse.Namespace) -> int:
 def _numbers(texts: Sequence[str], what: str) -> list[int]:
     for text in texts:
         if not (text.isascii() and text.isdecimal()):
-            raise LayoutError(f"{checks.shown(text)}: expected the {what}")
+            raise LayoutError(f"{checks.shown(text)}: expected {what}")
     return [int(text) for text in texts]
 
 
