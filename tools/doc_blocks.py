@@ -7,7 +7,8 @@ what it is:
     <!-- drawing -->        a picture made of letters
     <!-- sketch: why -->    commands or settings that do not run as they stand
 
-Python that does not run as it stands says so to its reader, in its first line:
+Python that does not run as it stands says so to its reader, in its first line; a comment before it, which no
+reader of the page sees, changes nothing:
 
     # Fragment: why
 """
@@ -63,7 +64,7 @@ def blocks(page: str) -> list[Block]:
         elif opening := re.match(r"(`{3,}|~{3,})(.*)", bare):
             fence, language, begin = opening[1], opening[2].strip(), number
             before = _MARK.fullmatch(lines[number - 2].strip()) if number > 1 else None
-            mark = before[1] if before else ""
+            mark = before[1] if before and language != "python" else ""
     return found
 
 

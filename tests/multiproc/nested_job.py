@@ -1,7 +1,8 @@
 """A job for meshcast.elastic.run whose state is nested as torch's Stateful objects have it.
 
 nested_job.py VICTIM...: these workers, named "LOCAL_RANK.RESTART", die by SIGKILL in step 2 of 4. With "lazy"
-among them, the optimizer makes its state in the first step only.
+among them, the optimizer makes its state in the first step only. With "late", the state has one more small
+tensor from the second step on, and with "late optimizer" that of an optimizer which begins then.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ class Trained:
             weight.grad = torch.zeros_like(weight)
             self.optimizer.step()
         self.seen: list[Any] = [torch.tensor(0), {"epoch": 0}]
+        self.late: dict[str, Any] = {}
+        self.second = torch.optim.SGD([weight], lr=0.0, momentum=0.5)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "model": self.model.state_dict(),
             "optim": self.optimizer.state_dict(),
-            "data": {"seen": self.seen},
+            "data": {"seen": self.seen, **self.late},
+            "second": self.second.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -51,6 +55,10 @@ class Trained:
     def update(self) -> None:
         self.optimizer.step()
         self.seen[0] += 1
+        if self.seen[0] == 2 and "late" in sys.argv:
+            self.late = {"scale": torch.tensor(2.0)}
+        if self.seen[0] == 2 and "late optimizer" in sys.argv:
+            self.second.step()
         self.seen[1]["epoch"] += 1
 
 

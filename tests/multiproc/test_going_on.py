@@ -136,10 +136,11 @@ def goes_on(
     return notes
 
 
-def nested_job(*victims: str) -> tuple[int, str]:
+def nested_job(*victims: str, restarts: int = 4) -> tuple[int, str]:
     program = Path(__file__).with_name("nested_job.py")
     ranks = "4" if len(victims) == 4 else "1:4"  # all at once, or as many as live
-    process = Started("--nproc-per-node", ranks, "--max-restarts", "4", str(program), *victims)
+    limit = ("--max-restarts", str(restarts))
+    process = Started("--nproc-per-node", ranks, *limit, str(program), *victims)
     output = ended(process)
     return process.returncode, output
 
@@ -164,6 +165,21 @@ def test_state_that_no_other_rank_could_take_is_refused_after_the_first_step() -
     status, output = nested_job("lazy")
     assert status == 1
     assert "'optim' of state_dict() holds a DTensor" in output, output[-8000:]
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("late", "'data.scale' of state_dict() has come with step 2;"),
+        ("late optimizer", "'second' of state_dict() holds a DTensor"),
+    ],
+)
+def test_state_that_comes_later_is_refused_in_the_step_that_brings_it(what: str, told: str) -> None:
+    """On all ranks, and not at the first death."""
+    status, output = nested_job(what, restarts=0)
+    assert status == 1
+    found = re.findall(rf"\[rank(.)\]: \S*LayoutError: elastic.Job: .*{re.escape(told)}", output)
+    assert sorted(found) == ["0", "1", "2", "3"], output[-8000:]
 
 
 def test_ranks_die_before_between_and_after_the_optimizers_of_a_step(tmp_path: Path) -> None:

@@ -120,7 +120,6 @@ log = logging.getLogger("meshcast")
 
 FORMAT = "meshcast.flight/1"  # of the file
 _JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")  # by launchers
-_LEVELS = ("debug", "info", "warning", "error")
 _MOST_JOBS = 16  # ids
 _jobs: list[str] = []  # ids of the stores that this process has made groups in
 _LAUNCHED = ("RANK", "WORLD_SIZE")  # set by launchers, for what is a rank of theirs
@@ -130,7 +129,6 @@ _PAUSE = 0.1  # seconds after a request that failed
 _MOST_BYTES = 1 << 16  # of a line
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _open: tuple[socket.socket, int] | None = None  # where this process listens, and what counts signals
-_NOWHERE = "none"  # value of MESHCAST_FLIGHT_RECORD
 _AGAIN = 1.0  # seconds between two records of failed calls, where no path is set
 _KEPT_FOLDERS = 32  # of jobs, where no path is set
 _started = time.time()
@@ -343,48 +341,27 @@ def set_up() -> None:
     _set_up = True
     _C.observe_by(_Observer())
     log.addHandler(logging.NullHandler())  # failures are raised: nothing is printed unless asked for
-    level = settings.LOG.text().lower()
-    if level in _LEVELS:
+    for each in settings.ALL:
+        if each.is_harmless and (problem := each.problem()):
+            warnings.warn(problem, stacklevel=2)
+    if settings.LOG.text() and not settings.LOG.problem():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[%(asctime)s %(name)s %(levelname)s] %(message)s"))
         log.addHandler(handler)
-        log.setLevel(level.upper())
+        log.setLevel(settings.LOG.text().upper())
         log.propagate = False
-    elif level:
-        warnings.warn(f"{settings.LOG.name}={level}: expected {settings.LOG.expected}", stacklevel=2)
     if not _C.also_catch(signal.SIGUSR1):
         log.info("this program ignores SIGUSR1: `python -m meshcast dump` works without it")
-    _patience = _wait_notice()
+    notice = settings.WAIT_NOTICE
+    _patience = float(notice.default if notice.problem() else notice.text())
     _C.notify_of_long_waits(_patience)
-    if path := _set_path():
-        _make_folder(path)
-    if path or all(name in os.environ for name in _LAUNCHED):
+    if _set_path() or all(name in os.environ for name in _LAUNCHED):
         _listen()
-
-
-def _wait_notice() -> float:
-    """Seconds; 0: never."""
-    if problem := settings.WAIT_NOTICE.problem():
-        warnings.warn(problem, stacklevel=3)
-        return float(settings.WAIT_NOTICE.default)
-    return float(settings.WAIT_NOTICE.text())
 
 
 def _set_path() -> str:
     path = settings.FLIGHT_RECORD.text()
-    return "" if path == _NOWHERE else path
-
-
-def _make_folder(path: str) -> None:
-    folder = Path(path).parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        problem = "" if os.access(folder, os.W_OK | os.X_OK) else f"no permission to write to {folder}"
-    except OSError as error:
-        problem = str(error)
-    if problem:
-        name = settings.FLIGHT_RECORD.name
-        warnings.warn(f"{name}={path}: no flight record can be written there: {problem}", stacklevel=3)
+    return "" if path == settings.NOWHERE else path
 
 
 def _record_ends() -> None:
@@ -534,7 +511,7 @@ def _line(connection: socket.socket) -> dict[str, Any]:
 
 def _dump_for(rank: int, asked: bool = False) -> Path | None:
     """None where none is wanted, or none can be written."""
-    if not asked and settings.FLIGHT_RECORD.text() == _NOWHERE:
+    if not asked and settings.FLIGHT_RECORD.text() == settings.NOWHERE:
         return None
     try:
         return _write(rank)

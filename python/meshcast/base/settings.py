@@ -7,8 +7,11 @@ This file is also loaded where the rest of meshcast cannot be: it imports nothin
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
+import tempfile
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,6 +19,9 @@ from pathlib import Path
 _MOST_INTERFACES = 16
 _PREFIX = "MESHCAST_"
 _SYSFS = Path("/sys/class/net")
+_SIOCGIFFLAGS, _SIOCGIFADDR, IFF_UP, IFF_LOOPBACK = 0x8913, 0x8915, 1, 8  # of linux/sockios.h and linux/if.h
+_AT_IMPORT = "`import meshcast`"
+NOWHERE = "none"  # value of MESHCAST_FLIGHT_RECORD
 # Of builds and of the project's own tests.
 _OTHERS = ("MESHCAST_CUDA", "MESHCAST_FAULT", "MESHCAST_FAULT_SECONDS")
 _OTHER_PREFIX = "MESHCAST_TEST_"
@@ -38,6 +44,11 @@ class Setting:
     limits: tuple[int, ...] = ()
     fraction: bool = False
 
+    @property
+    def is_harmless(self) -> bool:
+        """True where a wrong value costs a warning of the import, and no call."""
+        return self.read == _AT_IMPORT
+
     def text(self) -> str:
         """The value, stripped; the default where it is unset or empty."""
         return os.environ.get(self.name, "").strip() or self.default
@@ -59,16 +70,21 @@ class Setting:
     def problem(self) -> str:
         """Returns a sentence on what is wrong with the value; empty where it is allowed."""
         value, expected = self.text(), self.expected
-        wrong = bool(self.choices) and value not in self.choices
+        word = value.lower() if self is LOG else value
+        wrong = bool(self.choices and value) and word not in self.choices
         if self.limits:
             digits = value.replace(".", "", 1) if self.fraction else value
             number = digits.isascii() and digits.isdecimal()
             read = float if self.fraction else int
             wrong = not number or not self.limits[0] <= read(value) <= self.limits[1]
         if self is IFNAMES and value:
-            names, known = self.names(), [name for _, name in socket.if_nameindex()]
+            names, unfit = self.names(), {name: unfit_for_messages(name) for _, name in socket.if_nameindex()}
+            known = [name for name, why in unfit.items() if not why]
             wrong = not set(names) <= set(known) or not len(set(names)) == len(names) <= _MOST_INTERFACES
             expected += f", at most {_MOST_INTERFACES} out of {', '.join(known)}"
+            expected += "".join(f" ({name} {unfit[name]})" for name in names if unfit.get(name))
+        if self is FLIGHT_RECORD and value not in ("", NOWHERE) and (why := _unwritable(Path(value).parent)):
+            return f"{self.name}={value}: no flight record can be written there: {why}"
         return f"{self.name} is {value!r}; expected {expected}" if wrong else ""
 
     def _check(self, op: str | None) -> None:
@@ -98,7 +114,7 @@ FLIGHT_RECORD = Setting(
     "MESHCAST_FLIGHT_RECORD",
     "",
     "a path, or none",
-    "`import meshcast`",
+    _AT_IMPORT,
     "Each rank writes its last 2,000 calls to PATH.rankN when a call fails, when the program ends, and when "
     "`python -m meshcast dump` or SIGUSR1 asks for them; none: on request alone (observing.md).",
 )
@@ -130,8 +146,9 @@ LOG = Setting(
     "MESHCAST_LOG",
     "",
     "debug, info, warning or error",
-    "`import meshcast`",
+    _AT_IMPORT,
     "Shows the log on stderr from this level on; else `meshcast` is an ordinary logger.",
+    choices=("debug", "info", "warning", "error"),
 )
 SHM = Setting(
     "MESHCAST_SHM",
@@ -170,7 +187,7 @@ WAIT_NOTICE = Setting(
     "MESHCAST_WAIT_NOTICE",
     "30",
     "a number of seconds up to 31536000, such as 30 or 0.5; 0 turns it off",
-    "`import meshcast`",
+    _AT_IMPORT,
     "A rank that has waited in a call for so long says so in one line on stderr, or in the program's log, "
     "with the ranks that it waits for (observing.md).",
     limits=(0, 31536000),
@@ -183,9 +200,10 @@ ALL = (
 )  # fmt: skip
 
 
-def problems() -> list[str]:
-    """Returns a sentence for each variable that is set wrongly, and for each misspelt name."""
-    found = [problem for each in ALL if (problem := each.problem())]
+def problems() -> list[tuple[Setting | None, str]]:
+    """Returns a sentence for each variable that is set wrongly, and for each misspelt name, which has no
+    Setting."""
+    found: list[tuple[Setting | None, str]] = [(each, text) for each in ALL if (text := each.problem())]
     known = [each.name.removeprefix(_PREFIX) for each in ALL]
     for name in sorted(os.environ):
         ours = name.upper().startswith(_PREFIX) and name not in _OTHERS and not name.startswith(_OTHER_PREFIX)
@@ -193,7 +211,7 @@ def problems() -> list[str]:
             # Without what all of them have in common, which would make any name near.
             meant = get_close_matches(name[len(_PREFIX) :].upper(), known, 1)
             remedy = f"is {_PREFIX}{meant[0]} meant?" if meant else "docs/environment.md lists all of them"
-            found.append(f"{name} is no variable of meshcast: {remedy}")
+            found.append((None, f"{name} is no variable of meshcast: {remedy}"))
     return found
 
 
@@ -222,6 +240,41 @@ def host_identity() -> str:
     except OSError:  # no Linux /proc: one kernel is one host, and its name the best there is
         return socket.gethostname()
     return f"{boot}/{namespace}"
+
+
+def interface_flags(name: str) -> int:
+    """The flags IFF_... of an interface."""
+    return int(struct.unpack_from("H", _asked(_SIOCGIFFLAGS, name), 16)[0])
+
+
+def unfit_for_messages(name: str) -> str:
+    """Reason why nothing can be sent from an interface of this host, "" where something can."""
+    try:
+        if not interface_flags(name) & IFF_UP:
+            return "is down"
+        _asked(_SIOCGIFADDR, name)
+    except OSError:
+        lines = _read(Path("/proc/net/if_inet6")).splitlines()  # the last word of each is an interface
+        return "" if name in [line.split()[-1] for line in lines] else "has no address"
+    return ""
+
+
+def _asked(what: int, name: str) -> bytes:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        return fcntl.ioctl(any_socket, what, struct.pack("256s", name.encode()[:15]))
+
+
+def _unwritable(folder: Path) -> str:
+    """Reason why no file can be made in a folder, "" where one can. Makes the folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return str(error)
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return f"[Errno {error.errno}] {error.strerror}: {str(folder)!r}"
 
 
 def links(sysfs: Path = _SYSFS) -> dict[str, float | None]:

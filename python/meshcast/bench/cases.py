@@ -343,7 +343,7 @@ def find(names: list[str]) -> list[Case]:
         found = [case for case in CASES if name in (case.name, case.group)]
         if not found:
             groups = sorted({case.group for case in CASES})
-            raise ValueError(f"unknown case {name!r}; known are {', '.join(case.name for case in CASES)}, "
-                             f"and the groups {', '.join(groups)}")  # fmt: skip
+            raise ValueError(f"unknown case {name!r}; known are the groups {', '.join(groups)}, and "
+                             "their cases, which python -m meshcast bench lists")  # fmt: skip
         chosen += [case for case in found if case not in chosen]
     return chosen

@@ -8,9 +8,11 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import NoReturn
 
 from .._version import __version__
+from ..base import checks
 from ..errors import LayoutError, MeshcastError
 
 _PROGRAM = "python -m meshcast"
@@ -38,7 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     program = _PROGRAM
     try:
-        if not argv or argv[0] not in COMMANDS:
+        if not argv:
+            _general().print_help()
+            return 0
+        if argv[0] not in COMMANDS and not argv[0].startswith("-"):
+            meant = get_close_matches(argv[0], COMMANDS, 1)
+            remedy = f"is {meant[0]} meant?" if meant else f"choose one of {', '.join(COMMANDS)}"
+            raise LayoutError(f"there is no command {checks.shown(argv[0])}; {remedy}")
+        if argv[0] not in COMMANDS:
             _general().parse_args(argv)
         program = f"{_PROGRAM} {argv[0]}"
         arguments = parser_of(argv[0]).parse_args(argv[1:])

@@ -56,7 +56,11 @@ def run_bench(arguments: argparse.Namespace) -> int:
     world = int(os.environ.get("WORLD_SIZE") or "0")
     needed = max(case.ranks[-1] for case in cases) + 1
     if world < needed:
-        raise LayoutError(f"these cases need {needed} ranks, {world or 'no'} were started: use torchrun")
+        started = f"{world} were" if world > 1 else "none was" if not world else "one was"
+        raise LayoutError(
+            f"these cases need {needed} ranks, and {started} started: torchrun --nproc-per-node {needed} -m "
+            "meshcast bench ..."
+        )
     return _measure(cases, methods, arguments)
 
 

@@ -11,10 +11,14 @@ import platform
 import resource
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +40,13 @@ _VERDICTS = (
         "meshcast plans here, but moves nothing: this torch has no torch.distributed",
     ),
     ("transfers on CPU", "meshcast plans here, but cannot move tensors between processes"),
-    ("every call", "meshcast plans here, but an environment variable makes its calls fail"),
+    ("every call: MESHCAST_", "meshcast plans here, but an environment variable makes its calls fail"),
+    ("every call", "meshcast plans here, but its calls fail"),
+    ("calls between hosts", "meshcast works inside this host, but its calls between hosts fail"),
 )
+_ON_HOST, _APART = "on one host", "between hosts"  # calls that are tried
+_IMPORT_SECONDS, _CALL_SECONDS = 120, 60  # in which the process of the calls ends itself
+_FOLLOWS = ("AbortedError", "PeerLostError")  # what a rank raises since another one did
 _WORKS = "meshcast works here"
 _PLANNED_GBPS = 10  # what Topology.from_hosts assumes of a host's link
 
@@ -47,7 +56,9 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Print versions, backends, devices, network links, and what will not work here, and why."""
+    """Print versions, backends, devices, network links, and what will not work here, and why. Two ranks make
+    a small call each on one host and as between two, with the environment as it is. Exit status 1 where calls
+    fail."""
     report = examine()
     print(json.dumps(report, indent=2) if arguments.json else render(report))
     return 0 if report["verdict"].startswith(_WORKS) else 1
@@ -57,21 +68,20 @@ def examine() -> dict[str, Any]:
     """All facts by section. `problems` lists what will not work, each with its reason and what to do, and
     `verdict` is one sentence."""
     problems: list[str] = []
-    sections = {
-        "versions": _versions,
+    trial = _Trial()
+    sections: dict[str, Callable[[list[str]], dict[str, str]]] = {
+        "versions": partial(_versions, trial=trial),
         "backends": _backends,
         "between hosts": _between_hosts,
         "devices": _devices,
         "host": _host,
         "links": _links,
+        "environment": _environment,
+        "calls of two ranks": partial(_calls, trial=trial),
     }
     report: dict[str, Any] = {}
     for name in _base("progress").track(sections, "looking around"):
         report[name] = sections[name](problems)
-    report["environment"] = {name: os.environ[name] for name in _variables() if name in os.environ}
-    for problem in _base("settings").problems():
-        start = "a misspelt variable" if "no variable of" in problem else "every call"
-        problems.append(f"{start}: {problem}")
     return {**report, "problems": problems, "verdict": verdict(problems)}
 
 
@@ -83,8 +93,13 @@ def verdict(problems: list[str]) -> str:
     return f"{_WORKS}, apart from what is listed above" if problems else _WORKS
 
 
-def _variables() -> list[str]:
-    return [*(each for each in sorted(os.environ) if each.startswith("MESHCAST_")), *_VARIABLES]
+def _environment(problems: list[str]) -> dict[str, str]:
+    settings = _base("settings")
+    for setting, problem in settings.problems():
+        whose = "what a variable asks for" if setting and setting.is_harmless else "every call"
+        problems.append(f"{whose if setting else 'a misspelt variable'}: {problem}")
+    names = [each for each in sorted(os.environ) if each.startswith(("MESHCAST_", "UCX_"))]
+    return {name: os.environ[name] for name in (*names, *_VARIABLES) if name in os.environ}
 
 
 def _base(name: str) -> Any:
@@ -113,7 +128,7 @@ def render(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _versions(problems: list[str]) -> dict[str, str]:
+def _versions(problems: list[str], trial: _Trial) -> dict[str, str]:
     import torch
 
     facts = {
@@ -131,28 +146,126 @@ def _versions(problems: list[str]) -> dict[str, str]:
         facts["built with"] = f"{info['compiler']}, {info['flags']}"
     else:
         facts["built for"] = "not built"
-    try:
-        # In a process of its own: a module built for another torch may crash instead of raising.
-        _try_import()
-    except RuntimeError as error:
+    if error := trial.import_error():
         problems.append(f"import meshcast: {error}")
     facts["compiler found"] = _compiler()
     return facts
 
 
-def _try_import() -> None:
-    path = os.pathsep.join(filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", "import meshcast; from meshcast import _C"],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": path},
+class _Trial:
+    """A process that imports meshcast, then forks and makes calls, while this one reads the rest: a module built
+    for another torch may crash instead of raising, and calls may hang. It ends itself in time."""
+
+    _PROGRAM = (
+        f"import signal; signal.alarm({_IMPORT_SECONDS}); import meshcast; from meshcast import _C; "
+        "print(flush=True); from meshcast.cli import doctor; doctor.make_calls()"
     )
-    if done.returncode != 0:
-        last = done.stderr.strip().splitlines()[-1:] or [f"the process ended with status {done.returncode}"]
-        raise RuntimeError(last[0])
+
+    def __init__(self) -> None:
+        path = os.pathsep.join(filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH")]))
+        # A record of these calls would take the place of that of a job.
+        environment = {**os.environ, "PYTHONPATH": path, "MESHCAST_FLIGHT_RECORD": "none"}
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  as long as the process
+        command = [sys.executable, "-c", self._PROGRAM]
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment
+        )
+        assert self._process.stdout is not None
+        self._output = self._process.stdout
+
+    def import_error(self) -> str:
+        """Waits for the import. Returns its error, "" where there is none."""
+        if self._output.readline():
+            return ""
+        self._process.communicate()
+        self._errors.seek(0)
+        said = self._errors.read().strip().splitlines()
+        return said[-1] if said else f"the process ended with status {self._process.returncode}"
+
+    def results(self) -> dict[str, list[tuple[str, str]]]:
+        """Waits for the calls. Returns for each that ended the errors of its ranks, type and text."""
+        output = "" if self._output.closed else self._process.communicate()[0]
+        found: dict[str, list[tuple[str, str]]] = {}
+        for call, *error in map(json.loads, output.splitlines()):
+            found.setdefault(call, []).extend([(error[0], error[1])] if error else [])
+        return found
+
+
+def _calls(problems: list[str], trial: _Trial) -> dict[str, str]:
+    """Reports the calls of two ranks. A known cause is not reported again."""
+    results = trial.results()
+    if not verdict(problems).startswith(_WORKS):
+        return {_ON_HOST: "fails", _APART: "fails"}
+    for call, start in ((_ON_HOST, "every call"), (_APART, "calls between hosts")):
+        errors = results.get(call, [("", f"a call of two ranks did not end in {_CALL_SECONDS} s")])
+        if errors:
+            first = next((error for error in errors if error[0] not in _FOLLOWS), errors[0])
+            problems.append(f"{start}: {_with_variables(first[1])}")
+            return {_ON_HOST: "works" if call == _APART else "fails", _APART: "fails"}
+    return {_ON_HOST: "works", _APART: "works"}
+
+
+def _with_variables(error: str) -> str:
+    """An error with the variables that may be its cause."""
+    names = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith("UCX_")]
+    return f"{error.rstrip('.')}; correct or unset {', '.join(names)}" if names and "UCX" in error else error
+
+
+def make_calls() -> None:
+    """Moves a tensor from one rank to another, which this process forks: on one host, then as between two.
+    Prints a line of JSON for each call and rank: its name, and where it fails type and text of the error.
+    Ends the process."""
+    port, written = os.pipe()
+    child = os.fork()
+    signal.alarm(_CALL_SECONDS)
+    rank = int(child == 0)
+    call = _ON_HOST
+    try:
+        store = None
+        for call in (_ON_HOST, _APART):
+            store = store or _store(rank, port, written)
+            _move(rank, call, store)
+            _print([call])
+    except Exception as error:
+        _print([call, type(error).__name__, " ".join(str(error).split())])
+    if child:  # the store is there
+        os.waitpid(child, 0)
+    os._exit(0)
+
+
+def _print(row: list[str]) -> None:
+    os.write(1, f"{json.dumps(row)}\n".encode())  # at once: both ranks do
+
+
+def _store(rank: int, port: int, written: int) -> Any:
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=_CALL_SECONDS / 2)
+    if rank:
+        return dist.TCPStore("127.0.0.1", int(os.read(port, 16)), 2, False, limit)
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, limit, wait_for_workers=False)
+    os.write(written, str(store.port).encode())
+    return store
+
+
+def _move(rank: int, call: str, store: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import meshcast
+
+    if call == _APART:
+        os.environ[_base("settings").HOST_ID.name] = f"host {rank} of doctor"
+    limit = timedelta(seconds=_CALL_SECONDS / 2)
+    prefix = dist.PrefixStore(call, store)
+    dist.init_process_group("gloo", store=prefix, rank=rank, world_size=2, timeout=limit)
+    x, y = torch.arange(1 << 16), torch.zeros(1 << 16, dtype=torch.int64)
+    one, other = (meshcast.Layout.parse(f"1@{each}:Replicate()") for each in range(2))
+    given = (None, one, y, other) if rank else (x, one, None, other)
+    meshcast.reshard_local(*given, shape=x.shape, dtype=x.dtype)
+    if rank and not torch.equal(x, y):
+        raise meshcast.MeshcastError("another value arrived than was sent")
+    dist.destroy_process_group()
 
 
 def _compiler() -> str:
@@ -208,10 +321,11 @@ def _between_hosts(problems: list[str]) -> dict[str, str]:
     except Exception as error:
         if settings.TRANSPORT.text() == "ucx":
             problems.append(
-                f"every call: {error}; {settings.TRANSPORT.name} is ucx, so nothing takes its place"
+                f"every call: {_with_variables(str(error))}; {settings.TRANSPORT.name} is ucx, so nothing "
+                "takes its place"
             )
         elif settings.TRANSPORT.text() != "gloo":
-            problems.append(f"messages over UCX: {error}; they travel over gloo")
+            problems.append(f"messages over UCX: {_with_variables(str(error))}; they travel over gloo")
         return {"ucx": "cannot be used"}
     named = ", ".join(names) or os.environ.get("UCX_NET_DEVICES")
     return {

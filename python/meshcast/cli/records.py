@@ -120,8 +120,8 @@ def read_records(folder: Path) -> list[Record]:
     paths = [path for path in folder.iterdir() if re.fullmatch(r".*\.rank\d+", path.name)]
     if not paths:
         raise LayoutError(
-            f"{folder}: no flight records, which are files named *.rankN; set MESHCAST_FLIGHT_RECORD to a "
-            "path there, and send ranks that are stuck SIGUSR1"
+            f"{folder}: no flight records, which are files named *.rankN; for those of a job that runs, call "
+            "python -m meshcast dump on each of its hosts, which prints where they are"
         )
     read = [_read(path) for path in track(paths, "flight records")]
     records = sorted(read, key=lambda record: (record.rank, record.path))
@@ -458,8 +458,8 @@ def explain_arguments(parser: argparse.ArgumentParser) -> None:
         "folder",
         type=Path,
         metavar="DIR",
-        help="with files named *.rankN, which ranks write where MESHCAST_FLIGHT_RECORD says, "
-        "when a call fails, an exception ends the program, and on SIGUSR1",
+        help="with files named *.rankN, which ranks write when a call fails, when an exception ends the "
+        "program, and when python -m meshcast dump asks; it and the last line of the rank name the folder",
     )
     parser.add_argument(
         "--html", type=output(), metavar="FILE", help="write a page with the last calls over time"
@@ -622,8 +622,8 @@ def run_dump(arguments: argparse.Namespace) -> int:
     No process gets a signal, and none is asked that does not listen: ranks do from `import meshcast` on where
     a launcher such as torchrun started them, others once they have connected.
     """
-    numbers = _numbers([*arguments.processes, *arguments.pid], "number of a process")
-    ranks = _numbers(arguments.rank, "rank")
+    numbers = _numbers([*arguments.processes, *arguments.pid], "the number of a process")
+    ranks = _numbers(arguments.rank, "a rank, such as 0")
     folder = str(Path(arguments.to).absolute()) if arguments.to else ""
     names = _sockets()
     with ThreadPoolExecutor(min(_MOST_THREADS, len(names) or 1)) as threads:
@@ -656,7 +656,7 @@ def run_dump(arguments: argparse.Namespace) -> int:
 def _numbers(texts: Sequence[str], what: str) -> list[int]:
     for text in texts:
         if not (text.isascii() and text.isdecimal()):
-            raise LayoutError(f"{checks.shown(text)}: expected the {what}")
+            raise LayoutError(f"{checks.shown(text)}: expected {what}")
     return [int(text) for text in texts]
 
 

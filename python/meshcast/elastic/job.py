@@ -268,7 +268,6 @@ class Job(Generic[T]):
         self._name, self._store = _agent()
         self._training: T | None = None
         self._nest: Nest | None = None  # of its state
-        self._stepped = False  # one step was committed here
         self._version: Version | None = None
         self._prepared: _Prepared | None = None
         self._before: Before | None = None
@@ -327,15 +326,13 @@ class Job(Generic[T]):
             makes no collective call, since ranks may have exited by then: clip gradients before.
 
         Raises:
-            LayoutError: on all ranks, after this rank's first step: an entry of state_dict() that the step
-                made, and that a rank that joins could not take.
+            LayoutError: on all ranks, after the step: an entry of state_dict() that the step made, and that a
+                rank that joins could not take.
         """
         version = self._version
         assert version is not None
         result = self._commit(version._replace(steps=version.steps + 1), update)
-        if not self._stepped:
-            self._stepped = True
-            self._check_stepped()
+        self._check_stepped()
         if self._generations is not None and self._in_group:
             self._generations.committed(self.steps, self._number, len(self._members), self._held)
         return result
@@ -515,8 +512,8 @@ class Job(Generic[T]):
             for name, value in entries.items():
                 if isinstance(value, torch.Tensor) and name not in self._nest.names:
                     raise LayoutError(
-                        f"{name!r} of state_dict() has come with the first step; what make() returns lacks "
-                        f"it, so a rank that joins could not take it over. {_IN_MAKE}"
+                        f"{name!r} of state_dict() has come with step {self.steps}; what make() returns "
+                        f"lacks it, so a rank that joins could not take it over. {_IN_MAKE}"
                     )
 
     def _is_own(self, name: str) -> bool:

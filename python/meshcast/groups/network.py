@@ -11,14 +11,12 @@ host talks to the first ones of the others, and so on. Without it there is one, 
 from __future__ import annotations
 
 import ctypes.util
-import fcntl
 import hashlib
 import importlib.util
 import os
 import re
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -137,7 +135,6 @@ _RDMA = Path("/sys/class/infiniband")
 _NET = Path("/sys/class/net")
 _SONAME = "libucp.so.0"
 _environment = threading.Lock()  # private groups load the library in threads of their own
-_SIOCGIFFLAGS, _IFF_UP, _IFF_LOOPBACK = 0x8913, 1, 8  # of linux/sockios.h and linux/if.h
 
 
 def _wheel() -> str | None:
@@ -203,17 +200,15 @@ def _quiet() -> Iterator[None]:
                 del os.environ[name]
 
 
-def _flags(name: str) -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack("256s", name.encode()[:15]))
-    return int(struct.unpack_from("H", answer, 16)[0])
-
-
 def _may_reach_hosts(name: str) -> bool:
     """Returns whether an interface is up and neither a loopback nor a bridge, as containers have: UCX takes
     bridges of two hosts that have the same addresses for one network."""
-    flags = _flags(name)
-    return bool(flags & _IFF_UP) and not flags & _IFF_LOOPBACK and not (_NET / name / "bridge").exists()
+    flags = settings.interface_flags(name)
+    return (
+        bool(flags & settings.IFF_UP)
+        and not flags & settings.IFF_LOOPBACK
+        and not (_NET / name / "bridge").exists()
+    )
 
 
 def device_names() -> str:

@@ -179,7 +179,7 @@ Object.assign(document.body.dataset, {
 });
 const moments = scaled();
 const withUnit = (value) => `${number(value)}${panels[0]?.unit ? ` ${panels[0].unit}` : ""}`;
-all = play(1, moments, (part) => `at ${withUnit(part * end)}; the ${shown.length > 1 ? "longest " : ""}ends at ${withUnit(end)}`, (part) => show(part * end), redraw);
+all = play(1, moments, (part) => `at ${withUnit(part * end)}; ${shown.length > 1 ? "the longest" : "it"} ends at ${withUnit(end)}`, (part) => show(part * end), redraw);
 for (const select of choices) {
   select.addEventListener("change", () => { choose(); moments.set(scaled()); all(); });
 }

@@ -240,7 +240,7 @@ class _Future(torch.futures.Future[T]):
         return super().wait()
 
 
-class Unordered:
+class Unordered(Running, Protocol):
     """The parts of `Running` that are the same for all calls that no group orders: each is its own work."""
 
     @property
@@ -254,10 +254,7 @@ class Unordered:
         call()
 
     def make_final(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        raise NotImplementedError
+        return
 
     def wait_unchanged(self) -> bool:
         self.wait()

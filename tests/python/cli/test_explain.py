@@ -219,7 +219,7 @@ def _cut(folder: Path) -> None:
 
 
 BAD = {
-    "empty": (lambda _folder: None, ["no flight records", "*.rankN", "SIGUSR1"]),
+    "empty": (lambda _folder: None, ["no flight records", "*.rankN", "python -m meshcast dump"]),
     "no folder": (lambda folder: folder.rmdir(), ["expected a folder"]),
     "cut": (_cut, ["job.rank0", "not JSON", "cut short"]),
     "version": (lambda folder: write(folder, 0, format="meshcast.flight/9"), ["meshcast.flight/9", FORMAT]),

@@ -9,7 +9,7 @@ from pathlib import Path
 import meshcast
 import pytest
 from meshcast import Layout, Plan, Topology
-from meshcast.cli import main
+from meshcast.cli import COMMANDS, main
 
 GOOD = {"--shape": "1024,1024,512", "--dtype": "int32", "--src": "2x4:S0RR", "--dst": "3x4@8:S0RR"}
 
@@ -198,7 +198,20 @@ BAD = [
     (["explain", ".", "--html", "/nowhere/e.html"], ["--html", "no folder"]),
     ([*_argv(), "--colour", "red"], ["--colour"]),
     ([*_argv(), "--stra", "auto"], ["--stra"]),
+    (["plann"], ["there is no command 'plann'", "is plan meant?"]),
+    (["colour"], ["there is no command 'colour'", "choose one of plan, bench"]),
+    (["--colour"], ["plan|bench"]),
+    (["bench", "nonsense"], ["'nonsense'", "in-host", "python -m meshcast bench lists"]),
+    (["bench", "in-host"], ["need 4 ranks, and none was started", "torchrun --nproc-per-node 4"]),
+    (["dump", "--rank", "x"], ["'x'", "expected a rank"]),
 ]
+
+
+def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert all(f"\n  {name} " in said.out for name in COMMANDS)
 
 
 @pytest.mark.parametrize(("argv", "parts"), BAD)

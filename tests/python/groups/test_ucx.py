@@ -75,7 +75,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "rdma_devices", list)
     monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1"), (4, "off")])
     flags = {"lo": 1 | 8, "eth0": 1, "eth1": 1, "off": 0}
-    monkeypatch.setattr(network, "_flags", flags.__getitem__)
+    monkeypatch.setattr(network.settings, "interface_flags", flags.__getitem__)
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert network.device_names() == "eth0,eth1"

@@ -39,7 +39,9 @@ OWN_FILES = {"train.py", "quickstart.py", "one_tensor.py", "weights.py", "pipeli
 def test_every_program_is_run(page: str) -> None:
     found = doc_blocks.programs(page)
     if found:
-        assert page in RUN_BY, f"{page}:{found[0].line}: no test runs this; name one, or say it is a sketch"
+        assert page in RUN_BY, (
+            f"{page}:{found[0].line}: no test runs this; name one, or begin with '# Fragment: why'"
+        )
         path = ROOT / RUN_BY[page]
         assert "programs(" in path.read_text() and Path(page).stem in path.read_text()
 
@@ -49,6 +51,16 @@ def test_programs_define_what_they_use(page: str) -> None:
     together = RUN_BY.get(page) == "tests/multiproc/cases_docs.py"
     for block, name in doc_blocks.undefined(doc_blocks.programs(page), together=together):
         pytest.fail(f"{page}:{block.line}: {name} is not defined; define it, or begin with '# Fragment: why'")
+
+
+def test_no_comment_hides_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader who copies it sees none."""
+    monkeypatch.setattr(doc_blocks, "ROOT", tmp_path)
+    text = "<!-- sketch: why -->\n```{}\nmake\n```\n"
+    (tmp_path / "page.md").write_text(text.format("python") + text.format("bash"))
+    python, bash = doc_blocks.blocks("page.md")
+    assert (python.mark, bash.mark) == ("", "sketch: why")
+    assert doc_blocks.programs("page.md") == [python]
 
 
 def test_a_name_from_nowhere_is_found() -> None:
