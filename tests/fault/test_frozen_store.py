@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from multiproc.fork_server import Forked, environment
 from multiproc.harness import run_world
 
 pytestmark = pytest.mark.timeout(200)
@@ -29,8 +30,12 @@ sys.stdin.read()
 
 def run(fault: str, loss: str, thaw: bool, shm: str) -> list[dict]:
     """What each rank that lives tells. The store is in a process of its own."""
-    host = subprocess.Popen(
-        [sys.executable, "-c", _STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    host = Forked(
+        [sys.executable, "-c", _STORE],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert host.stdout is not None

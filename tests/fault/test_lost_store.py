@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fault.test_frozen_store import _STORE
+from multiproc.fork_server import Forked, environment
 from multiproc.harness import run_world
 
 pytestmark = pytest.mark.timeout(200)
@@ -38,8 +39,12 @@ def run(
     """What each rank that lives tells. host: of the store, a process "apart" or "rank" 0."""
     apart, limit = None, LIMIT if what == "calls" else 2 * LIMIT
     if host == "apart":
-        apart = subprocess.Popen(
-            [sys.executable, "-c", _STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        apart = Forked(
+            [sys.executable, "-c", _STORE],
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
     try:
         port = _free_port()

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-import meshcast
 import pytest
 import torch.distributed as dist
 from meshcast.elastic import rendezvous as meet
+from multiproc.fork_server import Forked, environment
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -39,9 +39,8 @@ class Agents:
         command += ["--nnodes", hosts, "--nproc-per-node", ranks, "--rdzv-endpoint", f"127.0.0.1:{self.port}"]
         command += ["--rdzv-conf", conf, *options, "--no-python", "sh", "-c"]
         command.append(script.format(folder=self.folder))
-        environment = {**os.environ, "PYTHONPATH": str(Path(meshcast.__file__).parents[1])}
         pipe = subprocess.PIPE
-        self.started.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
+        self.started.append(Forked(command, env=environment(), stdout=pipe, stderr=pipe, text=True))
         return len(self.started) - 1
 
     def lead_nowhere(self) -> None:
