@@ -16,7 +16,7 @@ from multiproc.harness import run_world
 pytestmark = pytest.mark.timeout(200)
 
 MODULE = Path(__file__).with_name("cases_frozen_store.py")
-LIMIT = 4.0  # of the call that cannot end, seconds
+LIMIT = 2.0  # of the call that cannot end, seconds
 SPARE = 2.0  # more seconds than promised, where cores are shared
 
 _STORE = """

@@ -17,7 +17,7 @@ from multiproc.harness import run_world
 
 pytestmark = pytest.mark.timeout(200)
 
-LIMIT = 4.0  # of each call, seconds
+LIMIT = 2.0  # of each call, seconds
 SPARE = 2.0  # more seconds than promised, where cores are shared
 SOON = 1.0 + SPARE
 

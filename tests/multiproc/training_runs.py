@@ -45,13 +45,15 @@ def finished(
     folder: Path | None = None,
     environment: Mapping[str, str] = ENVIRONMENT,
     limit: float = LIMIT,
+    process: type[subprocess.Popen[str]] = Forked,
 ) -> subprocess.CompletedProcess[str]:
-    """Any command to its end, stdout and stderr apart. folder: that it runs in. limit: seconds."""
-    with Forked(
+    """Any command to its end, stdout and stderr apart. folder: that it runs in. limit: seconds. process:
+    subprocess.Popen where nothing is to be forked."""
+    with process(
         arguments, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        output, errors = _output(process, limit)
-    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+    ) as running:
+        output, errors = _output(running, limit)
+    return subprocess.CompletedProcess(running.args, running.returncode, output, errors)
 
 
 def start(arguments: list[str], environment: Mapping[str, str] = ENVIRONMENT) -> subprocess.Popen[str]:

@@ -113,11 +113,13 @@ def become_rank(module_path: str, rank: int, world: int, port: int, backend: str
             faulthandler.dump_traceback_later(case_limit, exit=True)
             context.case = case.__name__
             outcome = {"case": case.__name__, "passed": True, "error": "", "value": None}
+            begin = time.monotonic()
             try:
                 outcome["value"] = case(context)
             except Exception:
                 failed = True
                 outcome |= {"passed": False, "error": traceback.format_exc()}
+            outcome["seconds"] = time.monotonic() - begin
             results.write(json.dumps(outcome) + "\n")
             faulthandler.cancel_dump_traceback_later()
     faulthandler.dump_traceback_later(case_limit, exit=True)
