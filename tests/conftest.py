@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return _FIRST.index(folder) if folder in _FIRST else len(_FIRST)
 
     items.sort(key=turn)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Where the time went, by folder, after a run of more than a minute."""
+    seconds: dict[str, float] = defaultdict(float)
+    tests: dict[str, set[str]] = defaultdict(set)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                folder = report.nodeid.split("::")[0].rpartition("/")[0]
+                seconds[folder] += report.duration
+                tests[folder].add(report.nodeid)
+    if sum(seconds.values()) < 60:
+        return
+    terminalreporter.section("seconds by folder")
+    for folder in sorted(seconds, key=lambda each: -seconds[each]):
+        terminalreporter.write_line(f"{seconds[folder]:7.1f}  {len(tests[folder]):5d} tests  {folder}")

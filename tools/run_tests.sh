@@ -26,11 +26,12 @@ else
   status=1
 fi
 
-# Ranks wait for each other, for limits and for deaths most of the time: two files of tests at once fit on two cores.
+# Ranks wait for each other, for limits and for deaths most of the time: three files of tests at once fit on two cores.
 # A file stays whole, since its tests share the ranks that they start. Files keep the order of tests/conftest.py. `-n 0`
 # runs them one after the other.
-# build/tests.xml has the time of every test.
-selection=(-n "${JOBS:-2}" --dist loadfile --no-loadscope-reorder --durations=20 --junit-xml=build/tests.xml)
+# build/tests.xml has the time of every test; tests/README.md says where it goes.
+jobs=${JOBS:-2}
+selection=(-n $((jobs + jobs / 2)) --dist loadfile --no-loadscope-reorder --durations=20 --junit-xml=build/tests.xml)
 if [ "$scope" = quick ]; then selection+=(-m "not slow"); fi
 "$py" -m pytest "${selection[@]}" "$@" || status=1
 # What failed is in the log alone: the end of a long report should show it again.

@@ -8,9 +8,10 @@ import meshcast
 import torch
 import torch.distributed as dist
 from multiproc.meshes import quiet_mesh, sharded
+from patience import patient
 from torch.distributed.tensor import Shard
 
-SOON = 2.0  # seconds: half of it for a busy machine
+SOON = patient(5.0)  # seconds
 A, B = [0, 1], [1, 2, 3]  # source and destination ranks; rank 1 is in both
 
 

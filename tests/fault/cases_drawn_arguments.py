@@ -21,11 +21,12 @@ from fault.bad_values import PLACEMENTS, SHAPES, SHARDS, TIMEOUTS, WRONG, spoile
 from meshcast import Layout, MeshcastError, PlanMismatchError
 from multiproc.meshes import quiet_mesh, resharder_between, sharded
 from multiproc.oracle import cut, unique_fill
+from patience import patient
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 GROUP_TIMEOUT = 20.0  # seconds: what a rank would wait that hears of no refusal
 CASE_LIMIT = 7200.0
-SOON = 1.0  # seconds after the last rank refused, or came to the call, by which all have raised
+SOON = patient(5.0)  # seconds after the last rank refused, or came to the call, by which all have raised
 
 SEED = int(os.environ.get("MESHCAST_TEST_SEED", "0"))
 DRAWS = int(os.environ.get("MESHCAST_TEST_DRAWS", "60"))

@@ -9,6 +9,7 @@ import time
 import meshcast
 import torch
 from meshcast import Layout, PeerLostError
+from patience import patient
 from torch.distributed.tensor import Replicate, Shard
 
 GROUP_TIMEOUT = 60.0
@@ -48,7 +49,7 @@ def a_child_outlives_its_parent(context) -> None:
     except PeerLostError as error:
         took = time.monotonic() - float(context.store.get("dies"))
         assert error.peer == 1, error
-        assert took < 2.0 + 1.0, f"{took:.2f} s: {error}"  # a second for cores that are shared
+        assert took < 2.0 + patient(1.0), f"{took:.2f} s: {error}"
     else:
         raise AssertionError("no error")
     finally:

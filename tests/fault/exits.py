@@ -7,7 +7,6 @@ moment, in the middle of what ranks do. No process may crash or hang, and those 
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -17,10 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch.distributed as dist
+from multiproc.fork_server import Forked, environment
 
 __all__ = ["Exit", "draw", "run"]
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 90.0  # seconds of a round; a call in it has 8, a collective of gloo 20
 WORLD = 3
 
@@ -70,14 +69,12 @@ def draw(seed: int) -> Exit:
 def run(what: Exit) -> list[str]:
     """What must not be."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    path = os.pathsep.join([str(ROOT / "python"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env |= {"RES_OPTIONS": "attempts:0", "MESHCAST_SHM": str(int(what.transport == "shared memory"))}
+    env = environment({"MESHCAST_SHM": str(int(what.transport == "shared memory"))})
     env["MESHCAST_TRANSPORT"] = "gloo" if what.transport == "gloo" else "auto"
     program = str(Path(__file__).with_name("exit_ranks.py"))
     with tempfile.TemporaryFile("w+") as output:
         command = [sys.executable, program, json.dumps(asdict(what)), str(store.port)]
-        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=output, text=True)
+        process = Forked(command, env=env, stdout=subprocess.PIPE, stderr=output, text=True)
         try:
             said, _ = process.communicate(timeout=LIMIT + 30)
         except subprocess.TimeoutExpired:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from fault.rounds import BREAKS, DEATHS, DELAYS, ENDING, FORMING, SILENCES, TRANSFER, Round
+from patience import patient
 
 __all__ = ["Outcome", "judge"]
 
-_SEEN_WITHIN = 2.0  # seconds after the death, or after a rank's own call where that is later
-_TOLD_WITHIN = 3.0  # seconds, of a refusal: who stands still in a known call looks for one after two
-_ENDED_WITHIN = 5.0  # seconds, of destroy_process_group
+_SEEN_WITHIN = 1.0 + patient(1.0)  # seconds after the death, or after a rank's own call where that is later
+_TOLD_WITHIN = 2.0 + patient(1.0)  # seconds, of a refusal: a rank in a known call looks for one after two
+_ENDED_WITHIN = patient(5.0)  # seconds, of destroy_process_group
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from typing import Any
 import torch.distributed as dist
 from fault.judge import Outcome, judge
 from fault.rounds import BY_CLOCK, BY_POINT, ENDING, FAULTS, TRANSPORTS, Round, combinations, control, draw
+from multiproc.fork_server import Forked, environment
 
 __all__ = ["FAULT_BUILD", "ROOT", "Ranks", "ranks"]
 
@@ -100,11 +101,11 @@ def ranks(*, points: bool) -> Iterator[Ranks]:
         f"{built} has no _C: run `make {'faults' if points else ''}`"
     )
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    path = os.pathsep.join([str(built), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env = environment()
+    env["PYTHONPATH"] = os.pathsep.join([str(built), env["PYTHONPATH"]])
     # Torch's store looks up the name of each client, which takes seconds where no name server answers.
     env["RES_OPTIONS"] = "attempts:0"
-    process = subprocess.Popen(
+    process = Forked(
         [sys.executable, str(Path(__file__).with_name("matrix_ranks.py"))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -125,7 +125,7 @@ def draw(seed: int, transport: str, fault: str, moment: str, *, rows_to_columns:
     late = {}
     if moment in ("forming", "agreeing") and rng.random() < 0.6:
         late[str(rng.choice(everyone))] = _LATE  # it may be the victim, which fails before it calls
-    limit = 6.0 if moment in FORMING or transport == "gloo" else 20.0
+    limit = 4.0 if moment in FORMING or transport == "gloo" else 20.0
     limit = 4.0 if fault in (*SILENCES, "late") else 60.0 if fault == "slow" else limit
     points, share = BY_POINT.get(moment, ((), 0.0))
     if transport == "shared memory":

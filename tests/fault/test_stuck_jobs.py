@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from multiproc.fork_server import Forked, environment, run
 from multiproc.harness import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -57,18 +58,15 @@ def running(folder: Path) -> Iterator[dict[str, list[int]]]:
     stores = {name: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for name in FAULTS}
     for name in FAULTS:
         (folder / name).mkdir()
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT / "python"),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
+    variables = environment() | {
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # as torchrun does
         "MASTER_ADDR": "127.0.0.1",
         "WORLD_SIZE": "3",
     }
     faults = [f"{name}={folder / name}={store.port}" for name, store in stores.items()]
-    start = subprocess.Popen(
+    start = Forked(
         [sys.executable, "-c", START, str(JOB), *faults],
-        env=environment,
+        env=variables,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -126,15 +124,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def explain(folder: Path) -> subprocess.CompletedProcess[str]:
     """Run where the job's program is, so that its lines are short."""
-    return subprocess.run(
-        [sys.executable, "-m", "meshcast", "explain", str(folder)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
-        cwd=JOB.parent,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    return run([sys.executable, "-m", "meshcast", "explain", str(folder)], env=environment(), cwd=JOB.parent)
 
 
 def comparable(text: str) -> list[str]:

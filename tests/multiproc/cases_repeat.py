@@ -12,6 +12,7 @@ from meshcast.resharding.compiled import as_dtensor
 from multiproc.cases_many import check, fresh, raises
 from multiproc.meshes import quiet_mesh, resharder_between, sharded
 from multiproc.oracle import unique_fill
+from patience import patient
 from torch.distributed.tensor import DTensor, Shard
 
 GROUP_TIMEOUT = 30.0
@@ -101,7 +102,7 @@ def refused(context, call: meshcast.Resharder) -> None:
         raises(meshcast.LayoutError, "float64", lambda: call.run(x.double()))
     else:
         raises(meshcast.PlanMismatchError, "rank 1", call.run)
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < patient(5.0)
     context.wait_for_all(f"refused {call.plan.hash} {call._kept is None}")
     for step in range(4, 8):
         check(call.run(given(context, step)), full(step), context.rank)
@@ -131,7 +132,7 @@ def a_failure_has_its_type(context) -> None:
     if context.rank == 2:
         begin = time.monotonic()
         raises(meshcast.DeadlineExceededError, "ranks [0", call.run)
-        assert time.monotonic() - begin < 8
+        assert time.monotonic() - begin < 1.5 * 2.0 + patient(5.0)
         last = meshcast.flight_record()[-1]
         assert (last["op"], last["state"]) == ("Resharder", "failed")
         begin = time.monotonic()

@@ -13,6 +13,7 @@ from multiproc.meshes import quiet_mesh, sharded
 from multiproc.oracle import coordinates, cut, unique_fill
 from multiproc.own_threads import left_running
 from multiproc.weight_job import TRAINERS, Job, raises, values
+from patience import patient
 from torch.distributed.tensor import Replicate, Shard
 
 GROUP_TIMEOUT = 40.0
@@ -226,7 +227,7 @@ def one_buffer(context) -> None:
     if job.serves:
         begin = time.monotonic()
         raises(meshcast.DeadlineExceededError, "no rank has pushed one", sync.pull)
-        assert 0.9 < time.monotonic() - begin < 3.0
+        assert 0.9 < time.monotonic() - begin < 1.0 + patient(5.0)
     job.meet("waited")
     sync.close()
 

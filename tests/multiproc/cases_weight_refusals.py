@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from multiproc.meshes import quiet_mesh, sharded
 from multiproc.weight_job import TRAINERS, Job, raises
+from patience import patient
 from torch.distributed.tensor import Replicate, Shard
 
 GROUP_TIMEOUT = 40.0
@@ -158,7 +159,7 @@ def group_is_destroyed(context) -> None:
     job.meet("destroy")
     begin = time.monotonic()
     dist.destroy_process_group(group)
-    assert time.monotonic() - begin < 4.0
+    assert time.monotonic() - begin < patient(5.0)
     assert not any(thread.name == "meshcast-weights" for thread in threading.enumerate())
     call = (lambda: job.sync.push(2)) if job.trains else (lambda: job.sync.pull(2))
     raises(meshcast.AbortedError, "destroyed", call)
@@ -184,7 +185,7 @@ def interrupted(context) -> None:
             signal.signal(signal.SIGALRM, before)
         else:
             raises(meshcast.AbortedError, "rank 0 was interrupted", lambda: job.sync.push(1))
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 0.5 + patient(5.0)
         raises(meshcast.AbortedError, "rank 0 was interrupted", lambda: job.sync.push(2))
         context.wait_for_all("over")
     else:

@@ -14,17 +14,19 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
-from multiproc import fork_server
-from multiproc.fork_server import Start
+from multiproc.fork_server import Forked, environment
 
 ROOT = Path(__file__).resolve().parents[2]
+_WORKER = Path(__file__).with_name("worker.py")
 _OUTPUT_KEPT = 6000  # characters of a rank's output that a failure shows
 
 
@@ -109,7 +111,7 @@ class Running:
     world: int
     folder: Path
     store: dist.TCPStore
-    start: Start
+    start: subprocess.Popen[Any]  # of worker.py
 
     def runs(self) -> bool:
         """Whether none of the ranks has ended."""
@@ -152,25 +154,20 @@ def started(
     with tempfile.TemporaryDirectory(prefix="meshcast-world-") as name:
         folder = Path(name)
         with (folder / "start.out").open("wb") as output:
-            arguments = [str(cases), str(world), str(store.port), backend, name]
-            usual = None if bare else _environment(None)
-            start = fork_server.start(arguments, output.fileno(), _environment(env), usual)
+            start = (subprocess.Popen if bare else Forked)(
+                [sys.executable, str(_WORKER), str(cases), str(world), str(store.port), backend, name],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment(env),
+            )
         try:
             yield Running(world, folder, store, start)
         finally:
             _end(start, folder)
 
 
-def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
-    env = {**os.environ, "PYTHONFAULTHANDLER": "1", **(extra or {})}
-    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT / "python"), str(ROOT / "tests"), env.get("PYTHONPATH", "")]
-    )
-    return env
-
-
-def _wait(start: Start, deadline: float) -> bool:
+def _wait(start: subprocess.Popen[Any], deadline: float) -> bool:
     """The process that started the ranks ends when all of them have."""
     try:
         start.wait(timeout=max(0.0, deadline - time.monotonic()))
@@ -195,7 +192,7 @@ def _processes(folder: Path) -> dict[int, _Process]:
     return found
 
 
-def _end(start: Start, folder: Path) -> None:
+def _end(start: subprocess.Popen[Any], folder: Path) -> None:
     """Ranks that still run print their stacks (worker.py registers the signal), then go. Their numbers are
     theirs until the process that started them, which waits for each, has written down that one ended."""
     for number in (signal.SIGCONT, signal.SIGUSR1, signal.SIGKILL):  # a frozen rank prints once it runs again

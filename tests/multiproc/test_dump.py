@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from multiproc.fork_server import children, run
 from multiproc.training_runs import ENVIRONMENT, ROOT, command, start
 
 JOB = ROOT / "tests" / "fault" / "stuck_job.py"
@@ -24,14 +24,7 @@ pytestmark = pytest.mark.timeout(LIMIT + 60)
 
 
 def meshcast(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "meshcast", *arguments],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    done = run([sys.executable, "-m", "meshcast", *arguments], env=ENVIRONMENT, limit=LIMIT)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
@@ -49,7 +42,7 @@ def test_a_stuck_job(tmp_path: Path) -> None:
             assert lines[-1], "".join(lines)
             if found := NOTICE.fullmatch(lines[-1].strip()):
                 said.add(found[1])
-        processes = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        processes = [str(rank) for rank in children(job.pid)]
         assert len(processes) == 3
         # Of this job alone: others may be under way on this host.
         *written, last = meshcast("dump", "--pid", *processes).splitlines()

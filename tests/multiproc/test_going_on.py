@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from multiproc.elastic_training import Reference
+from multiproc.fork_server import Forked, children
 from multiproc.harness import ROOT
 
 sys.path += [str(ROOT), str(ROOT / "examples")]
@@ -38,7 +39,7 @@ ENVIRONMENT = os.environ | {
 pytestmark = [pytest.mark.timeout(LIMIT + 60)]
 
 
-class Started(subprocess.Popen[str]):
+class Started(Forked):
     """A job, or its part on a host. Its output goes to a file: workers would wait for somebody to read a full
     pipe. before: what the command begins with."""
 
@@ -322,7 +323,7 @@ def test_the_example_trains_on_with_another_rank_and_then_with_fewer(tmp_path: P
             lines.read()
 
     def kill() -> float:
-        killed.add(victim := drawn.choice(workers(process.pid)))
+        killed.add(victim := drawn.choice(children(process.pid)))
         os.kill(victim, signal.SIGKILL)
         return time.time()
 
@@ -383,15 +384,8 @@ def kill_one(process: Started, folder: Path, drawn: random.Random, after: int, k
         last = Notes(folder).newest()
         since = sum(moment > last["time"] for moment in killed)
         if last["step"] >= max(after, 0) and last["ranks"] - since >= 2:
-            os.kill(drawn.choice(workers(process.pid)), signal.SIGKILL)
+            os.kill(drawn.choice(children(process.pid)), signal.SIGKILL)
             killed.append(time.time())
             return
         assert process.poll() is None, f"it ended: {process.output()[-8000:]}"
         assert time.monotonic() < limit, f"nothing went on for {LIMIT} s"
-
-
-def workers(agent: int) -> list[int]:
-    """Processes that it started and that live."""
-    found = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
-    states = {pid: Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] for pid in found}
-    return [int(pid) for pid, state in states.items() if state != "Z"]

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from multiproc.conftest import buildable  # noqa: F401
-from multiproc.test_going_on import ENVIRONMENT, LIMIT, PROGRAM, Notes, Started, ended, workers
+from multiproc.fork_server import children
+from multiproc.test_going_on import ENVIRONMENT, LIMIT, PROGRAM, Notes, Started, ended
 
 from benchmarks.cluster import Cluster
 
@@ -85,7 +86,7 @@ def several(
 
 def kill_host(agent: Started) -> None:
     """All of its processes at once."""
-    pids = workers(agent.pid)
+    pids = children(agent.pid)
     os.kill(agent.pid, signal.SIGKILL)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -115,7 +116,7 @@ def test_hosts_die_and_come(tmp_path: Path) -> None:
         job.until(steps_on(4), "the others go on")
         job.start()
         job.until(steps_on(6), "another host joins")
-        os.kill(workers(job.agents[3].pid)[0], signal.SIGKILL)
+        os.kill(children(job.agents[3].pid)[0], signal.SIGKILL)
         job.until(steps_on(5), "five go on")
         job.until(steps_on(6), "a worker joins in its place")
         (tmp_path / "stop").touch()
@@ -160,7 +161,7 @@ def test_a_host_that_is_frozen_is_given_up_and_ends_its_workers(tmp_path: Path) 
         job.start()
         job.start()
         job.until(lambda: Notes(tmp_path).newest()["ranks"] == 4, "all are together")
-        frozen = [job.agents[1].pid, *workers(job.agents[1].pid)]
+        frozen = [job.agents[1].pid, *children(job.agents[1].pid)]
         for pid in frozen:
             os.kill(pid, signal.SIGSTOP)
         try:
@@ -186,7 +187,7 @@ def test_a_host_whose_link_goes_down_is_given_up_and_ends_its_workers(tmp_path: 
         for _ in range(3):
             job.start()
         job.until(lambda: Notes(tmp_path).newest()["ranks"] == 6, "all are together")
-        cut = workers(job.agents[1].pid)
+        cut = children(job.agents[1].pid)
         command = ["ip", "-n", cluster.switch, "link", "set", "port1x0", "down"]
         subprocess.run(command, check=True)
         output = ended(job.agents[1])

@@ -2,17 +2,20 @@
 nothing on stderr.
 
 A page tells the reader to save a program under a name and to run it by torchrun: this does the same. A
-program without such a command (docs/start.md, "Plan only") runs in one process.
+program without such a command (docs/start.md, "Plan only") runs in one process. The first and the last program
+of README.md are started as a reader starts them; agents and ranks of the others are forked (fork_server.py).
 """
 
 from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from multiproc.fork_server import Forked
 from multiproc.training_runs import ENVIRONMENT, ROOT, finished
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -42,6 +45,8 @@ PROGRAMS = [
     for program in doc_blocks.programs(page)
 ]
 
+STARTED = {PROGRAMS[0].id, next(each.id for each in reversed(PROGRAMS) if each.id.startswith("README.md"))}
+
 pytestmark = pytest.mark.timeout(LIMIT + 20)
 
 
@@ -67,7 +72,8 @@ def test_program_prints_what_the_page_says(program: doc_blocks.Block, shm: str, 
     environment = {name: value for name, value in ENVIRONMENT.items() if not name.startswith("MESHCAST_")}
     environment["MESHCAST_SHM"] = shm
     arguments = [sys.executable, *launcher, *words[1:]]
-    done = finished(arguments, folder=tmp_path, environment=environment, limit=LIMIT)
+    process = subprocess.Popen if f"{program.page}:{program.line}" in STARTED else Forked
+    done = finished(arguments, folder=tmp_path, environment=environment, limit=LIMIT, process=process)
     assert done.returncode == 0, done.stderr[-4000:]
     assert [line for line in done.stderr.splitlines() if not TORCHS.match(line)] == []
     if output:

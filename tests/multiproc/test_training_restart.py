@@ -13,7 +13,6 @@ from multiproc.training_runs import (
     LIMIT,
     command,
     read_records,
-    start,
     step_records,
     train,
     wait,
@@ -51,7 +50,14 @@ def assert_none_left(mark: str) -> None:
 
 
 def run(mark: str, arguments: list[str]) -> subprocess.Popen[str]:
-    return start(arguments, ENVIRONMENT | OWN_STORE | {MARK: mark})
+    """By new processes: /proc shows the variables of a fork's server."""
+    return subprocess.Popen(
+        arguments,
+        env=ENVIRONMENT | OWN_STORE | {MARK: mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 @pytest.fixture(scope="module")

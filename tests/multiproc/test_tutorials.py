@@ -14,17 +14,15 @@ sys.path.insert(0, str(ROOT / "tools"))
 import tutorials  # noqa: E402
 
 NAMES = sorted(path.stem for path in tutorials.FOLDER.glob("*.ipynb"))
-QUICK = "pipeline"
 
 
 def test_there_are_notebooks() -> None:
-    assert QUICK in NAMES
+    assert "pipeline" in NAMES
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_prints_what_it_has(name: str) -> None:
     assert list(tutorials.differences(tutorials.FOLDER / f"{name}.ipynb")) == []
 

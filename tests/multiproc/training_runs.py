@@ -1,4 +1,5 @@
-"""Launches of the training programs in examples/ by torchrun, for the tests of all of them."""
+"""Launches of the training programs in examples/ by torchrun, for the tests of all of them.
+Agents and ranks are forks: see fork_server.py."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from multiproc.fork_server import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 400  # seconds for one launch; it takes about 10 on an idle machine
@@ -42,20 +45,20 @@ def finished(
     folder: Path | None = None,
     environment: Mapping[str, str] = ENVIRONMENT,
     limit: float = LIMIT,
+    process: type[subprocess.Popen[str]] = Forked,
 ) -> subprocess.CompletedProcess[str]:
-    """Any command to its end, stdout and stderr apart. folder: that it runs in. limit: seconds."""
-    with subprocess.Popen(
+    """Any command to its end, stdout and stderr apart. folder: that it runs in. limit: seconds. process:
+    subprocess.Popen where nothing is to be forked."""
+    with process(
         arguments, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        output, errors = _output(process, limit)
-    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+    ) as running:
+        output, errors = _output(running, limit)
+    return subprocess.CompletedProcess(running.args, running.returncode, output, errors)
 
 
 def start(arguments: list[str], environment: Mapping[str, str] = ENVIRONMENT) -> subprocess.Popen[str]:
     """stdout and stderr come as one."""
-    return subprocess.Popen(
-        arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    return Forked(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def wait(process: subprocess.Popen[str]) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from multiproc.fork_server import environment, run
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
@@ -23,12 +23,9 @@ pytestmark = pytest.mark.timeout(120)
 def test_nothing_is_measured_without_a_gpu(name: str, tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, "-m", f"benchmarks.{name}", "--out", str(out)]
-    path = f"{ROOT / 'python'}:{ROOT}"
-    run = subprocess.run(
-        command, cwd=ROOT, env={"PYTHONPATH": path}, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert run.returncode == 1
-    assert run.stderr.strip() == f"benchmarks.{name}: torch sees no CUDA device: nothing was measured"
+    done = run(command, cwd=ROOT, env=environment({"PYTHONPATH": str(ROOT)}))
+    assert done.returncode == 1
+    assert done.stderr.strip() == f"benchmarks.{name}: torch sees no CUDA device: nothing was measured"
     assert not out.exists()
 
 

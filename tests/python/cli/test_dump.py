@@ -10,11 +10,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import meshcast
 import pytest
 from meshcast.cli import main
+from multiproc.fork_server import Forked, environment
 
-PACKAGE = Path(meshcast.__file__).parent.parent
 READY = "print('ready', flush=True); print(sys.stdin.readline().strip(), flush=True)"
 PROGRAM = f"import sys, os, signal; import meshcast; {READY}"
 # With handlers of its own, before meshcast has one and after.
@@ -37,22 +36,28 @@ Start = Callable[..., Started]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts programs that write their records below `tmp_path`. first: what their first line has."""
+    """Starts programs that write their records below `tmp_path`. first: what their first line has. process:
+    their class."""
     started = []
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MESHCAST_")}
+    usual = {name: value for name, value in environment().items() if not name.startswith("MESHCAST_")}
 
-    def start_one(program: str = PROGRAM, first: str = "ready", **variables: str) -> Started:
-        process = subprocess.Popen(
+    def start_one(
+        program: str = PROGRAM,
+        first: str = "ready",
+        process: type[Started] = Forked,
+        **variables: str,
+    ) -> Started:
+        found = process(
             [sys.executable, "-c", program],
-            env={**environment, "PYTHONPATH": str(PACKAGE), "TMPDIR": str(tmp_path), **variables},
+            env={**usual, "TMPDIR": str(tmp_path), **variables},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        started.append(process)
-        assert process.stdout is not None and first in process.stdout.readline()
-        return process
+        started.append(found)
+        assert found.stdout is not None and first in found.stdout.readline()
+        return found
 
     yield start_one
     for process in started:
@@ -114,7 +119,8 @@ def test_who_does_not_listen_is_left_alone(start: Start, capsys: pytest.CaptureF
 
 
 def test_a_frozen_process_is_named(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
-    rank = start(**RANK_3)
+    """By the variables that it was started with, as /proc has them: those of a fork are its server's."""
+    rank = start(process=subprocess.Popen, **RANK_3)
     os.kill(rank.pid, signal.SIGSTOP)
     assert main(["dump", str(rank.pid), "--limit", "0.2"]) == 1
     said = capsys.readouterr()

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-import meshcast
 import pytest
 import torch.distributed as dist
 from meshcast.elastic import rendezvous as meet
+from multiproc.fork_server import Forked, environment
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -32,16 +32,23 @@ class Agents:
             self.port = listener.getsockname()[1]
         self.started: list[subprocess.Popen[str]] = []
 
-    def start(self, script: str, *options: str, hosts: str = "2", ranks: str = "2", conf: str = "") -> int:
+    def start(
+        self,
+        script: str,
+        *options: str,
+        hosts: str = "2",
+        ranks: str = "2",
+        conf: str = "",
+        process: type[subprocess.Popen[str]] = Forked,
+    ) -> int:
         """Its number. Output is read by over()."""
         conf = ",".join(filter(None, [f"is_host={int(not self.started)},keep_alive=3", conf]))
         command = [sys.executable, "-m", "meshcast.elastic.run", "--monitor-interval", "0.05"]
         command += ["--nnodes", hosts, "--nproc-per-node", ranks, "--rdzv-endpoint", f"127.0.0.1:{self.port}"]
         command += ["--rdzv-conf", conf, *options, "--no-python", "sh", "-c"]
         command.append(script.format(folder=self.folder))
-        environment = {**os.environ, "PYTHONPATH": str(Path(meshcast.__file__).parents[1])}
         pipe = subprocess.PIPE
-        self.started.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
+        self.started.append(process(command, env=environment(), stdout=pipe, stderr=pipe, text=True))
         return len(self.started) - 1
 
     def lead_nowhere(self) -> None:
@@ -113,7 +120,7 @@ def test_a_program_without_a_job_runs_as_under_torchrun(agents: Agents) -> None:
     says = 'echo "$RANK $WORLD_SIZE $LOCAL_RANK $GROUP_RANK $MASTER_PORT" >> {folder}/said; '
     waits = "while [ $(wc -l < {folder}/said) != 4 ]; do sleep 0.05; done"
     for _ in range(2):
-        agents.start(says + waits)
+        agents.start(says + waits, process=subprocess.Popen)
     assert [agents.over(number)[0] for number in range(2)] == [0, 0]
     said = sorted((agents.folder / "said").read_text().splitlines())
     expected = ["0 4 0 0", "1 4 1 0", "2 4 0 1", "3 4 1 1"]
@@ -142,21 +149,21 @@ def test_workers_are_replaced_where_they_were_and_failures_are_told_everywhere(a
 
 def test_a_job_that_loses_too_many_hosts_waits_for_others_and_ends(agents: Agents) -> None:
     for _ in range(2):
-        agents.start(SLEEP, conf="join_timeout=4")
+        agents.start(SLEEP, conf="join_timeout=3")
     pids = agents.pids(4)
     begin = time.monotonic()
     os.kill(agents.started[1].pid, signal.SIGTERM)
     assert agents.over(1)[0] == 128 + signal.SIGTERM
     status, errors = agents.over(0)
     assert status == 1
-    assert time.monotonic() - begin > 4
+    assert time.monotonic() - begin > 3
     assert "is lost, with worker 0.0@1" in errors
     assert not any(map(lives, pids))
 
 
 def test_too_few_hosts_come(agents: Agents) -> None:
     for _ in range(2):
-        agents.start(SLEEP, hosts="3", conf="join_timeout=12")
+        agents.start(SLEEP, hosts="3", conf="join_timeout=5")
     status, errors = agents.over(0)
     assert status == 1
     assert "4 workers on 2 hosts are fewer than the 6 that the job needs" in errors
@@ -178,10 +185,9 @@ def test_followers_end_with_the_one_that_leads(agents: Agents, how: signal.Signa
             assert "the job's agent" in errors
         assert sum(map(lives, pids)) <= 1
     finally:
-        os.kill(leader.pid, signal.SIGCONT)
-        for pid in pids:  # that of a leader which was killed
-            if lives(pid) and how == signal.SIGKILL:
-                os.kill(pid, signal.SIGKILL)
+        leader.kill()
+        for pid in filter(lives, pids):  # the leader's
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_signal_to_the_one_that_leads_ends_all(agents: Agents) -> None:

@@ -1,13 +1,13 @@
 """What training programs refuse once their command line was read, and how: before any process group."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from multiproc.fork_server import Forked, environment, run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
@@ -110,12 +110,12 @@ def test_the_nearest_name_disregards_case(text: str, nearest: str) -> None:
 def test_rank_0_speaks_alone_and_torchrun_hears_why(tmp_path: Path) -> None:
     """The other ranks wait to be ended."""
     cause = tmp_path / "cause.json"
-    env = os.environ | {"PYTHONPATH": str(EXAMPLES), "TORCHELASTIC_ERROR_FILE": str(cause)}
+    env = environment({"PYTHONPATH": str(EXAMPLES), "TORCHELASTIC_ERROR_FILE": str(cause)})
     waiting = [sys.executable, "-c", REFUSING, "600"]
-    silent = subprocess.Popen(waiting, env=env | {"RANK": "1"}, stderr=subprocess.PIPE)
+    silent = Forked(waiting, env=env | {"RANK": "1"}, stderr=subprocess.PIPE)
     alone = [sys.executable, "-c", REFUSING, "0"]
     for rank in ("0", "1"):
-        done = subprocess.run(alone, env=env | {"RANK": rank}, capture_output=True, text=True, check=False)
+        done = run(alone, env=env | {"RANK": rank})
         assert (done.returncode, done.stderr) == (2, "-c: error: that is wrong\n")
         assert json.loads(cause.read_text())["message"]["message"] == "that is wrong"
     with silent:
@@ -173,8 +173,7 @@ def test_an_unknown_device_is_refused() -> None:
 @pytest.mark.parametrize("program", ["gpt", "unet"])
 def test_a_gpu_that_is_not_there_is_one_line(program: str) -> None:
     command = [sys.executable, str(EXAMPLES / program / "train.py"), "--stages", "1", "--device", "cuda"]
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(EXAMPLES.parent / "python")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = run(command, env=environment({"RANK": "0", "WORLD_SIZE": "1"}))
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("train.py: error: --device cuda: torch ") and line.endswith("; use --device cpu")

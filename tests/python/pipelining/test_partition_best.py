@@ -74,7 +74,7 @@ def models() -> dict[str, tuple[list[Layer], int]]:
 @pytest.mark.parametrize(
     ("model", "memory"),
     [
-        ("gpt", None),
+        pytest.param("gpt", None, marks=pytest.mark.slow),  # 20e9 bytes are the quick case of this model
         ("gpt", 20e9),
         ("gpt, few samples", 12e9),
         ("unet", None),
