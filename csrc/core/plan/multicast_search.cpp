@@ -24,67 +24,107 @@ constexpr int64_t kMostPipelineHops = int64_t{1} << 20;
 constexpr int64_t kChunksPerFill = 64;  // filling a pipeline then takes one part in so many
 // Per cent of the time without filling that two trees take, as hops of both meet at ports: measured.
 constexpr int64_t kTwoTreesCost = 108;
+
+enum class Ports : uint8_t {
+  Balanced,
+  Direct,  // emitters take over from relays, up to 9/10 of the bound
+  Packed,  // few ports relay
+};
+
+// When a kind of trees has an effect.
+enum class Where : uint8_t {
+  Always,
+  WideHosts,   // a host gets more than two copies inside
+  SlowPorts,   // a port limits the plan for longer than the port at its other end
+  UnlikeNics,  // NICs that carry a share differ in rate
+  ManyBoxes,   // several bundles, and few hops: where all chunks take equally long, ports fall into step and
+               // meet at the same NIC again and again
+};
+
+struct Kind {
+  Ports ports;
+  Where where;
+  TreeStyle style;
+};
+
+// In the order in which they are tried, which matters: the search ends at the first plan near the bound.
+// docs/planner_results.md says what plans lose without each.
+constexpr Kind kKinds[] = {
+    {Ports::Balanced, Where::Always, {.fan = 1, .steady = true}},
+    {Ports::Packed, Where::Always, {.fan = 1, .steady = true}},
+    {Ports::Balanced, Where::Always, {.fan = 1, .steady = false}},
+    {Ports::Direct, Where::Always, {.fan = 2, .steady = true}},
+    {Ports::Direct, Where::Always, {.fan = 1, .steady = false}},
+    {Ports::Balanced, Where::Always, {.fan = 2, .steady = true}},
+    {Ports::Balanced, Where::Always, {.fan = 3, .steady = false}},
+    {Ports::Packed, Where::Always, {.fan = 1, .steady = false}},
+    {Ports::Balanced, Where::WideHosts, {.fan = PortCredits::kStar, .steady = true}},
+    {Ports::Balanced, Where::WideHosts, {.fan = PortCredits::kStar, .steady = false}},
+    {Ports::Balanced, Where::SlowPorts, {.steady = true, .finer = 4}},
+    {Ports::Balanced, Where::SlowPorts, {.steady = false, .finer = 4}},
+    {Ports::Balanced, Where::UnlikeNics, {.steady = true, .timed = true}},
+    {Ports::Balanced, Where::UnlikeNics, {.steady = false, .timed = true}},
+    // Ports that may wait find their places in the common period; without it many senders keep missing one
+    // receiver that is busy all the time.
+    {Ports::Balanced, Where::UnlikeNics, {.steady = true, .timed = true, .patience = kPatience / 4}},
+    {Ports::Balanced, Where::UnlikeNics, {.steady = false, .timed = true, .patience = kPatience / 4}},
+    {Ports::Balanced, Where::ManyBoxes, {.steady = true, .uneven = true}},
+    {Ports::Balanced, Where::ManyBoxes, {.steady = false, .uneven = true}},
+    {Ports::Balanced, Where::ManyBoxes, {.steady = true, .uneven = true, .finer = 4}},
+};
+constexpr size_t kShallow = 3;  // in kKinds
+
+bool applies(Where where, const Inputs& in, const PortDemand& balanced, bool fixed_chunk, bool reduced) {
+  switch (where) {
+    case Where::Always: return !reduced;
+    case Where::WideHosts:
+      return !reduced && std::any_of(balanced.items.begin(), balanced.items.end(), [](const PortItem& it) {
+        return it.kind == PortItem::Kind::Local && it.copies > 2;
+      });
+    case Where::SlowPorts: return !fixed_chunk && has_slow_ports(balanced, in.network);
+    case Where::UnlikeNics: return !fixed_chunk && !reduced && has_unlike_nics(balanced, in.network);
+    case Where::ManyBoxes:
+      return !fixed_chunk && !reduced && in.bundles.size() > 1 &&
+             count_hops(in.chunk_bytes, in.tasks, in.bundles) < kRetryHops / 32;
+  }
+  return false;
+}
+
 // Several kinds of trees, scheduled by either rule; then those that did best with finer and finer chunks (which
 // fill the chains sooner), until the bound is near or the hops get too many to try again.
 void try_multicast(Inputs in, const PortDemand& balanced, bool fixed_chunk, BestPlan* best) {
-  // Phase 1: three ways to share the ports. In `direct` emitters take over from relays up to 9/10 of the
-  // bound; in `packed` few ports relay.
+  // Phase 1: the ways to share the ports, and the kinds of trees that have an effect.
   PortDemand direct = balanced;
   prefer_emitters(in.network, balanced.bound_ns / 10 * 9, &direct.items);
   PortDemand packed = balanced;
   pack_relays(in.network, balanced.bound_ns, &packed.items);
-  int64_t most_hosts = 0;
-  for (const Parties& parties : balanced.parties) most_hosts = std::max(most_hosts, parties.remote_hosts);
-  const bool has_wide_hosts = std::any_of(balanced.items.begin(), balanced.items.end(), [](const PortItem& it) {
-    return it.kind == PortItem::Kind::Local && it.copies > 2;
-  });
-  // Phase 2: kinds of trees, in the order in which they are tried. That matters, since the search ends at the
-  // first plan near the bound.
+  const auto demand_of = [&](Ports ports) {
+    return ports == Ports::Direct ? &direct : ports == Ports::Packed ? &packed : &balanced;
+  };
   struct Attempt {
     const PortDemand* ports;
     TreeStyle style;
     int64_t makespan_ns = 0;  // of the last time
   };
-  std::vector<Attempt> attempts{
-      {&balanced, {1, true, false, false, 0, 1}},  {&packed, {1, true, false, false, 0, 1}},
-      {&balanced, {1, false, false, false, 0, 1}}, {&direct, {2, true, false, false, 0, 1}},
-      {&direct, {1, false, false, false, 0, 1}},   {&balanced, {2, true, false, false, 0, 1}},
-      {&balanced, {3, false, false, false, 0, 1}}, {&packed, {1, false, false, false, 0, 1}}};
-  if (has_wide_hosts) {
-    attempts.push_back({&balanced, {PortCredits::kStar, true, false, false, 0, 1}});
-    attempts.push_back({&balanced, {PortCredits::kStar, false, false, false, 0, 1}});
-  }
-  // Kinds of trees make no difference to reductions: their routes, and the rules of scheduling, do.
+  std::vector<Attempt> attempts;
   const bool reduced = std::all_of(in.bundles.begin(), in.bundles.end(),
                                    [&](const Bundle& b) { return in.lead(b).reduce != ReduceOp::None; });
+  // Kinds of trees make no difference to reductions: their routes, and the rules of scheduling, do.
   if (reduced) {
-    attempts.clear();
     for (const bool second : {false, true})
       for (const int32_t patience : {0, kPatience / 4})
         for (const bool steady : {true, false})
-          attempts.push_back({&balanced, {1, steady, false, false, patience, 1, second}});
+          attempts.push_back({&balanced, {.steady = steady, .patience = patience, .second_routes = second}});
+  }
+  for (const Kind& kind : kKinds) {
+    if (applies(kind.where, in, balanced, fixed_chunk, reduced))
+      attempts.push_back({demand_of(kind.ports), kind.style});
   }
   // Long chains take too long to fill: there, start with shallow trees.
-  if (!reduced && most_hosts > kLongChain) std::swap(attempts[0], attempts[3]);
-  if (!fixed_chunk && has_slow_ports(balanced, in.network)) {
-    attempts.push_back({&balanced, {1, true, false, false, 0, 4}});
-    attempts.push_back({&balanced, {1, false, false, false, 0, 4}});
-  }
-  if (!fixed_chunk && !reduced && has_unlike_nics(balanced, in.network)) {
-    attempts.push_back({&balanced, {1, true, false, true, 0, 1}});
-    attempts.push_back({&balanced, {1, false, false, true, 0, 1}});
-    // Ports that may wait find their places in the common period; without it many senders keep missing one
-    // receiver that is busy all the time.
-    attempts.push_back({&balanced, {1, true, false, true, kPatience / 4, 1}});
-    attempts.push_back({&balanced, {1, false, false, true, kPatience / 4, 1}});
-  }
-  // Where all chunks take equally long, ports fall into step and meet at the same NIC again and again.
-  if (!fixed_chunk && !reduced && in.bundles.size() > 1 &&
-      count_hops(in.chunk_bytes, in.tasks, in.bundles) < kRetryHops / 32) {
-    attempts.push_back({&balanced, {1, true, true, false, 0, 1}});
-    attempts.push_back({&balanced, {1, false, true, false, 0, 1}});
-    attempts.push_back({&balanced, {1, true, true, false, 0, 4}});
-  }
+  const bool long_chains =
+      std::any_of(balanced.parties.begin(), balanced.parties.end(),
+                  [](const Parties& parties) { return parties.remote_hosts > kLongChain; });
+  if (!reduced && long_chains) std::swap(attempts[0], attempts[kShallow]);
   // Before all others: those without are seldom better, but may be where few hops leave little to choose.
   PortDemand detoured;
   if (!reduced && find_detours(balanced, in.network, &detoured)) {
@@ -93,7 +133,7 @@ void try_multicast(Inputs in, const PortDemand& balanced, bool fixed_chunk, Best
       if (attempts[i].ports == &balanced) attempts.push_back({&detoured, attempts[i].style});
     std::rotate(attempts.begin(), attempts.begin() + static_cast<std::ptrdiff_t>(before), attempts.end());
   }
-  // Phase 3: all kinds at the coarse size, the best few at finer ones. `spent` bounds the work of planning in
+  // Phase 2: all kinds at the coarse size, the best few at finer ones. `spent` bounds the work of planning in
   // hops, not in seconds: all ranks must end at the same plan.
   const int64_t coarse = in.chunk_bytes;
   int64_t spent = 0;  // hops scheduled so far
