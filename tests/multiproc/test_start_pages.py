@@ -2,8 +2,9 @@
 nothing on stderr.
 
 A page tells the reader to save a program under a name and to run it by torchrun: this does the same. A
-program without such a command (docs/start.md, "Plan only") runs in one process. The first and the last program
-of README.md are started as a reader starts them; agents and ranks of the others are forked (fork_server.py).
+program without such a command (docs/start.md, "Plan only") runs in one process. The first and the last
+program of README.md are started as a reader starts them; agents and ranks of the others are forked
+(fork_server.py).
 """
 
 from __future__ import annotations

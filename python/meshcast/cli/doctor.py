@@ -153,8 +153,8 @@ def _versions(problems: list[str], trial: _Trial) -> dict[str, str]:
 
 
 class _Trial:
-    """A process that imports meshcast, then forks and makes calls, while this one reads the rest: a module built
-    for another torch may crash instead of raising, and calls may hang. It ends itself in time."""
+    """A process that imports meshcast, then forks and makes calls, while this one reads the rest: a module
+    built for another torch may crash instead of raising, and calls may hang. It ends itself in time."""
 
     _PROGRAM = (
         f"import signal; signal.alarm({_IMPORT_SECONDS}); import meshcast; from meshcast import _C; "
