@@ -1,12 +1,16 @@
 #include "transport/shm_pair.h"
 
+#include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstddef>
 #include <cstring>
-#include <map>
-#include <stdexcept>
+#include <exception>
 #include <utility>
 #include <vector>
+
+#include <poll.h>
+#include <sys/socket.h>
 
 #include "common/error.h"
 #include "common/forks.h"
@@ -19,6 +23,11 @@ namespace {
 // What the two tell each other: the sender's number on its bell. Its pipe and its process's bell travel along.
 constexpr LocalMeeting::Protocol kPairProtocol{0x6d637031, sizeof(uint32_t), 1 + ShmBell::kFds,
                                                "shared memory"};
+// Then, once each has mapped what came, whether it has it.
+const std::string kHasIt = "+";
+const std::string kHasItNot = "-";  // and why
+constexpr size_t kMostTold = 256;   // characters
+constexpr int kSettleSliceMs = 5;   // between two looks at whether to go on waiting
 
 class ShmPair final : public ProbingTransport, public ShmProgress::Group {
  public:
@@ -94,6 +103,31 @@ class ShmPair final : public ProbingTransport, public ShmProgress::Group {
   ShmPairReceiver receiver_;
 };
 
+// Both ends use the memory or neither does: each tells the other whether it has it, `obstacle` being why not.
+// An end that says nothing closes its socket. Throws where one of the two has it not.
+void settle(const Descriptor& socket, const std::string& obstacle, TimePoint deadline,
+            const std::function<void()>& checkpoint) {
+  const std::string own = (obstacle.empty() ? kHasIt : kHasItNot) + obstacle.substr(0, kMostTold);
+  const bool told = send(socket.get(), own.data(), own.size(), MSG_NOSIGNAL | MSG_DONTWAIT) > 0;
+  if (!obstacle.empty()) throw Error(ErrorKind::Generic, obstacle);
+  std::string others(1 + kMostTold, 0);
+  for (;;) {
+    const ssize_t got = recv(socket.get(), others.data(), others.size(), MSG_DONTWAIT);
+    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) {
+      if (Clock::now() >= deadline)
+        throw Error(ErrorKind::DeadlineExceeded, "the other rank did not say whether it has connected");
+      checkpoint();
+      pollfd entry{socket.get(), POLLIN, 0};
+      poll(&entry, 1, kSettleSliceMs);
+      continue;
+    }
+    others.resize(static_cast<size_t>(std::max<ssize_t>(got, 0)));
+    if (others == kHasIt && told) return;
+    throw Error(ErrorKind::Generic, others.size() > 1 ? "the other rank: " + others.substr(1)
+                                                      : "the other rank exited, or gave up");
+  }
+}
+
 }  // namespace
 
 ShmPairRendezvous::ShmPairRendezvous(std::shared_ptr<ShmProgress> progress)
@@ -112,14 +146,22 @@ std::shared_ptr<ProbingTransport> ShmPairRendezvous::meet(int32_t rank, int32_t 
   auto peers = meeting_.meet({{rank, meeting_.address()}, {peer, address}}, rank, kPairProtocol, greet,
                              deadline, checkpoint);
   LocalMeeting::Peer& met = peers.front();
+  std::shared_ptr<ShmBell> bell;
+  std::unique_ptr<ShmPipe> in;
+  std::string obstacle;
+  try {
+    std::vector<int> fds;
+    for (size_t i = 0; i < ShmBell::kFds; ++i) fds.push_back(met.descriptors[i].get());
+    bell = place_->progress().bell_of_peer(fds);
+    in = ShmPipe::open(met.descriptors[ShmBell::kFds].get());
+  } catch (const std::exception& error) {
+    obstacle = error.what();
+  }
+  settle(met.socket, obstacle, deadline, checkpoint);
+  pipe_->close_fd();
   uint32_t number = 0;
   std::memcpy(&number, met.bytes.data(), sizeof number);
-  std::vector<int> bell;
-  for (size_t i = 0; i < ShmBell::kFds; ++i) bell.push_back(met.descriptors[i].get());
-  auto in = ShmPipe::open(met.descriptors[ShmBell::kFds].get());
-  pipe_->close_fd();
-  auto there = std::make_unique<ShmPeer>(peer > rank ? 1 : 0, met.socket.release(),
-                                         place_->progress().bell_of_peer(bell), number);
+  auto there = std::make_unique<ShmPeer>(peer > rank ? 1 : 0, met.socket.release(), std::move(bell), number);
   return std::make_shared<ShmPair>(std::move(place_), std::move(pipe_), std::move(in), std::move(there));
 }
 

@@ -23,7 +23,8 @@ class ShmPairRendezvous {
   const std::string& address() const { return meeting_.address(); }
 
   // Connects this rank with `peer`, which calls likewise; both by their numbers in their group. The lower of
-  // them is rank 0 of the transport, the other rank 1. Throws as LocalMeeting::meet. To be called once.
+  // them is rank 0 of the transport, the other rank 1. Throws as LocalMeeting::meet, and where one of the two
+  // cannot map what the other offers: then on both. To be called once.
   std::shared_ptr<ProbingTransport> meet(
       int32_t rank, int32_t peer, const std::string& address, TimePoint deadline,
       const std::function<void()>& checkpoint = [] {});

@@ -5,7 +5,10 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <filesystem>
+#include <functional>
 #include <future>
+#include <iterator>
 #include <memory>
 #include <random>
 #include <string>
@@ -13,7 +16,12 @@
 #include <utility>
 #include <vector>
 
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+
 #include "catch.h"
+#include "common/error.h"
 #include "support/soon.h"
 #include "support/tally.h"
 #include "transport/shm_pair_receiver.h"
@@ -28,9 +36,9 @@ namespace {
 constexpr auto kEnd = milliseconds(20000);  // of a test that hangs
 constexpr auto kNotYet = milliseconds(20);
 constexpr size_t kSmall = 100;
-constexpr size_t kLargest = 8 * 1024;  // of those that end at once
-constexpr size_t kMany = 128;          // of those that may wait at the peer
-constexpr size_t kLarge = 3 << 20;     // more than the memory between the two holds
+constexpr size_t kLargestAtOnce = 8 * 1024;  // of those that end at once
+constexpr size_t kMany = 128;                // of those that may wait at the peer
+constexpr size_t kLarge = 3 << 20;           // more than the memory between the two holds
 
 using Data = std::vector<uint8_t>;
 using Pair = std::array<std::shared_ptr<ProbingTransport>, 2>;
@@ -68,6 +76,11 @@ void probe(Pair& pair, int at, uint64_t key, Tally& tally) {
   pair[static_cast<size_t>(at)]->probe({1 - at, 0, key}, tally.told());
 }
 
+int count_descriptors() {
+  const std::filesystem::directory_iterator all("/proc/self/fd");
+  return static_cast<int>(std::distance(begin(all), end(all)));
+}
+
 void check_through(Tally& tally) {
   REQUIRE(tally.all_ended(kEnd));
   CHECK(tally.why() == "");
@@ -78,7 +91,7 @@ void check_through(Tally& tally) {
 TEST_CASE("shared pair: a probe is told once its message is here, which stays", "[shm]") {
   auto pair = connect_pair();
   uint64_t key = 0;
-  for (const size_t nbytes : {size_t{0}, size_t{10}, kLargest, kLargest + 1, kLarge}) {
+  for (const size_t nbytes : {size_t{0}, size_t{10}, kLargestAtOnce, kLargestAtOnce + 1, kLarge}) {
     for (const bool early : {false, true}) {  // whether the probe comes before the message
       Tally sent;
       Tally here;
@@ -95,11 +108,11 @@ TEST_CASE("shared pair: a probe is told once its message is here, which stays", 
         probe(pair, 1, key, here);
       }
       check_through(here);
-      CHECK(sent.all_ended(kNotYet) == (nbytes <= kLargest));
+      CHECK(sent.all_ended(kNotYet) == (nbytes <= kLargestAtOnce));
       recv(pair, 1, key, got, received);
       check_through(received);
       check_through(sent);
-      CHECK(got == data);
+      CHECK((got == data));
       ++key;
     }
   }
@@ -110,16 +123,17 @@ TEST_CASE("shared pair: a message of another size than its receive fails, at its
   auto pair = connect_pair();
   uint64_t key = 0;
   for (const bool early : {false, true}) {  // whether the receive comes before the message
-    for (const auto& [sent, expected] : std::vector<std::pair<size_t, size_t>>{{10, 11},
-                                                                               {10, 9},
-                                                                               {0, 1},
-                                                                               {1, 0},
-                                                                               {kLarge, kLarge + 1},
-                                                                               {kLarge, kLarge - 1},
-                                                                               {kLarge, 10},
-                                                                               {10, kLarge},
-                                                                               {kLargest + 1, kLargest},
-                                                                               {kLargest, kLargest + 1}}) {
+    for (const auto& [sent, expected] :
+         std::vector<std::pair<size_t, size_t>>{{10, 11},
+                                                {10, 9},
+                                                {0, 1},
+                                                {1, 0},
+                                                {kLarge, kLarge + 1},
+                                                {kLarge, kLarge - 1},
+                                                {kLarge, 10},
+                                                {10, kLarge},
+                                                {kLargestAtOnce + 1, kLargestAtOnce},
+                                                {kLargestAtOnce, kLargestAtOnce + 1}}) {
       INFO(sent << " bytes met " << expected << ", early: " << early);
       const std::string why =
           "a message of " + std::to_string(sent) + " bytes met a receive of " + std::to_string(expected);
@@ -139,12 +153,12 @@ TEST_CASE("shared pair: a message of another size than its receive fails, at its
       REQUIRE(in.all_ended(kEnd));
       CHECK(in.why() == why);
       REQUIRE(out.all_ended(kEnd));
-      CHECK(out.why() == (sent > kLargest ? why : ""));
-      CHECK(got == Data(expected, 9));
+      CHECK(out.why() == (sent > kLargestAtOnce ? why : ""));
+      CHECK((got == Data(expected, 9)));
       send(pair, 0, key + 1, given, next);
       recv(pair, 1, key + 1, following, next);
       check_through(next);
-      CHECK(following == given);
+      CHECK((following == given));
       key += 2;
     }
   }
@@ -158,8 +172,8 @@ TEST_CASE("shared pair: small messages end before they are received, as long as 
     Tally waits;
     Tally received;
     std::vector<Data> data;
-    std::vector<Data> got(kMany + 10, Data(kLargest));
-    for (size_t i = 0; i < got.size(); ++i) data.push_back(content(kLargest, first + i));
+    std::vector<Data> got(kMany + 10, Data(kLargestAtOnce));
+    for (size_t i = 0; i < got.size(); ++i) data.push_back(content(kLargestAtOnce, first + i));
     for (size_t i = 0; i < got.size(); ++i) send(pair, 0, first + i, data[i], i < kMany ? at_once : waits);
     check_through(at_once);
     CHECK_FALSE(waits.all_ended(kNotYet));
@@ -167,7 +181,7 @@ TEST_CASE("shared pair: small messages end before they are received, as long as 
     for (size_t i = got.size(); i-- > 0;) recv(pair, 1, first + i, got[i], received);
     check_through(received);
     check_through(waits);
-    CHECK(got == data);
+    CHECK((got == data));
   }
 }
 
@@ -183,7 +197,7 @@ TEST_CASE("shared pair: a message that waits for its receive does not hold up ot
     send(pair, 0, key, data, passes);
     recv(pair, 1, key, got, passes);
     check_through(passes);
-    CHECK(got == data);
+    CHECK((got == data));
   }
   CHECK_FALSE(waits.all_ended(kNotYet));
   CHECK(waits.failed() == 0);
@@ -192,53 +206,146 @@ TEST_CASE("shared pair: a message that waits for its receive does not hold up ot
   CHECK(waits.failed() == 20);
 }
 
-// The peer takes nothing at all, as one that is stopped.
-TEST_CASE("shared pair: a message ends once its receiver has it, not once it is written", "[shm]") {
+namespace {
+
+// A sender and a receiver that take turns only when they are told to, so that all that happens is in order.
+// Declared behind the tallies of its messages, which it tells when it goes.
+struct Halves {
   std::array<std::shared_ptr<ShmProgress>, 2> progress;
   std::array<std::unique_ptr<ShmProgress::Place>, 2> places;
-  for (size_t i = 0; i < 2; ++i) {
-    progress[i] = std::make_shared<ShmProgress>(std::make_shared<Progress>());
-    places[i] = std::make_unique<ShmProgress::Place>(progress[i]);
+  std::unique_ptr<ShmPipe> pipe = ShmPipe::create();
+  std::unique_ptr<ShmPipe> there = ShmPipe::open(pipe->fd());
+  std::unique_ptr<ShmPeer> receiving;
+  std::unique_ptr<ShmPeer> sending;
+  std::unique_ptr<ShmPairSender> sender;
+  std::unique_ptr<ShmPairReceiver> receiver;
+
+  Halves() {
+    for (size_t i = 0; i < 2; ++i) {
+      progress[i] = std::make_shared<ShmProgress>(std::make_shared<Progress>());
+      places[i] = std::make_unique<ShmProgress::Place>(progress[i]);
+    }
+    const auto peer = [&](size_t i) {
+      const auto bell = progress[i]->bell_of_peer(progress[i]->bell().fds());
+      return std::make_unique<ShmPeer>(static_cast<int>(i), -1, bell, places[i]->number());
+    };
+    sending = peer(0);
+    receiving = peer(1);
+    sender = std::make_unique<ShmPairSender>(*places[0], *pipe, *receiving);
+    receiver = std::make_unique<ShmPairReceiver>(*places[1], *there, *sending);
   }
-  auto pipe = ShmPipe::create();
-  auto there = ShmPipe::open(pipe->fd());
-  const auto bell_to = [&](size_t i) { return progress[i]->bell_of_peer(progress[i]->bell().fds()); };
-  ShmPeer receiving(1, -1, bell_to(1), places[1]->number());
-  ShmPeer sending(0, -1, bell_to(0), places[0]->number());
-  ShmPairSender sender(*places[0], *pipe, receiving);
-  ShmPairReceiver receiver(*places[1], *there, sending);
-  const Data data = content(kLargest + 1, 3);
-  Data got(data.size());
+  ~Halves() {
+    sender->finish();
+    receiver->finish();
+  }
+
+  void send(uint64_t key, const Data& data, Tally& tally) const {
+    sender->send(key, static_cast<int64_t>(data.size()), tally.out(data.data()));
+  }
+  void recv(uint64_t key, Data& data, Tally& tally) const {
+    receiver->recv(key, static_cast<int64_t>(data.size()), tally.in(data.data()));
+  }
+  void send_turn() const {
+    sender->turn([] { return false; });
+  }
+  // Takes turns for as long as the receiver says that another is due.
+  void recv_turns() const {
+    while (receiver->turn()) {
+    }
+  }
+};
+
+bool ended(Tally& tally) { return tally.all_ended(milliseconds(0)); }
+
+}  // namespace
+
+// The peer takes nothing at all, as one that is stopped.
+TEST_CASE("shared pair: a message ends once its receiver has it, not once it is written", "[shm]") {
   Tally in;
   Tally out;
-  receiver.recv(5, static_cast<int64_t>(got.size()), in.in(got.data()));
-  sender.send(5, static_cast<int64_t>(data.size()), out.out(data.data()));
-  sender.turn([] { return false; });
-  CHECK_FALSE(out.all_ended(milliseconds(1)));
+  const Data data = content(kLargestAtOnce + 1, 3);
+  Data got(data.size());
+  const Halves halves;
+  halves.recv(5, got, in);
+  halves.send(5, data, out);
+  halves.send_turn();
+  CHECK_FALSE(ended(out));
   SECTION("it takes it") {
-    receiver.turn();
-    CHECK(in.all_ended(milliseconds(1)));
-    CHECK_FALSE(out.all_ended(milliseconds(1)));
-    sender.turn([] { return false; });
-    CHECK(out.all_ended(milliseconds(1)));
+    halves.receiver->turn();
+    CHECK(ended(in));
+    CHECK_FALSE(ended(out));
+    halves.send_turn();
+    CHECK(ended(out));
     CHECK(out.failed() == 0);
-    CHECK(got == data);
+    CHECK((got == data));
   }
   SECTION("it has gone") {
-    sender.mark_gone();
-    sender.turn([] { return false; });
-    CHECK(out.all_ended(milliseconds(1)));
+    halves.sender->mark_gone();
+    halves.send_turn();
+    CHECK(ended(out));
     CHECK(out.why() == kShmGone);
   }
   SECTION("it had taken it before it went") {
-    receiver.turn();
-    sender.mark_gone();
-    sender.turn([] { return false; });
-    CHECK(out.all_ended(milliseconds(1)));
+    halves.receiver->turn();
+    halves.sender->mark_gone();
+    halves.send_turn();
+    CHECK(ended(out));
     CHECK(out.failed() == 0);
   }
-  sender.finish();
-  receiver.finish();
+}
+
+// More than a turn reads.
+TEST_CASE("shared pair: what a peer wrote before it went comes, however much it is", "[shm]") {
+  constexpr uint64_t kCount = 100;
+  std::vector<Data> data;
+  std::vector<Data> got(kCount, Data(kLargestAtOnce));
+  Data never(kLargestAtOnce);
+  Tally out;
+  Tally in;
+  Tally late;
+  const Halves halves;
+  for (uint64_t key = 0; key < kCount; ++key) data.push_back(content(kLargestAtOnce, key));
+  for (uint64_t key = 0; key < kCount; ++key) halves.send(key, data[key], out);
+  CHECK(ended(out));
+  halves.receiver->mark_gone();
+  SECTION("received before") {
+    for (uint64_t key = kCount; key-- > 0;) halves.recv(key, got[key], in);
+    halves.recv_turns();
+  }
+  SECTION("received later") {
+    halves.recv_turns();
+    for (uint64_t key = 0; key < kCount; ++key) halves.recv(key, got[key], in);
+  }
+  CHECK(ended(in));
+  CHECK(in.why() == "");
+  CHECK((got == data));
+  halves.recv(kCount, never, late);
+  halves.recv_turns();
+  CHECK(ended(late));
+  CHECK(late.why() == kShmGone);
+}
+
+TEST_CASE("shared pair: answers that found the queue full are said once there is room", "[shm]") {
+  constexpr uint64_t kCount = ShmPipe::kMaxAnswers + 50;
+  const Data data = content(100 * 1024, 1);  // of more than one record
+  std::vector<Data> got(kCount, Data(data.size()));
+  Tally in;
+  Tally out;
+  const Halves halves;
+  for (uint64_t key = 0; key < kCount; ++key) halves.recv(key, got[key], in);
+  halves.send_turn();  // reads what the queue holds
+  halves.receiver->turn();
+  halves.send_turn();
+  halves.send(kCount - 1, data, out);
+  for (int turn = 0; turn < 4; ++turn) {
+    halves.send_turn();
+    halves.receiver->turn();
+  }
+  halves.send_turn();
+  CHECK(ended(out));
+  CHECK(out.why() == "");
+  CHECK((got.back() == data));
+  CHECK(in.failed() == 0);
 }
 
 TEST_CASE("shared pair: drawn messages both ways, in any order of calls", "[shm]") {
@@ -246,7 +353,7 @@ TEST_CASE("shared pair: drawn messages both ways, in any order of calls", "[shm]
   INFO("seed " << seed);
   std::mt19937 rng(seed);
   auto pair = connect_pair();
-  constexpr std::array<size_t, 8> kSizes{0, 1, 33, 4000, kLargest, kLargest + 1, 70'000, 1'500'000};
+  constexpr std::array<size_t, 8> kSizes{0, 1, 33, 4000, kLargestAtOnce, kLargestAtOnce + 1, 70'000, 1'500'000};
   for (int round = 0; round < 20; ++round) {
     struct Drawn {
       int from;
@@ -281,7 +388,7 @@ TEST_CASE("shared pair: drawn messages both ways, in any order of calls", "[shm]
     }
     for (auto& rank : ranks) rank.join();
     check_through(tally);
-    for (const Drawn& each : drawn) REQUIRE(each.got == each.data);
+    for (const Drawn& each : drawn) REQUIRE((each.got == each.data));
   }
 }
 
@@ -289,7 +396,7 @@ TEST_CASE("shared pair: more receives than the queue of answers holds, before th
   auto pair = connect_pair();
   constexpr uint64_t kCount = 500;
   Tally tally;
-  const Data data = content(kLargest + 1, 1);
+  const Data data = content(kLargestAtOnce + 1, 1);
   std::vector<Data> got(kCount, Data(data.size()));
   for (uint64_t key = 0; key < kCount; ++key) recv(pair, 1, key, got[key], tally);
   for (uint64_t key = kCount; key-- > 0;) send(pair, 0, key, data, tally);
@@ -327,7 +434,7 @@ TEST_CASE("shared pair: what a peer sent before it left comes, and the rest fail
     check_through(here);
     recv(pair, 0, key, got, received);
     check_through(received);
-    CHECK(got == data);
+    CHECK((got == data));
   }
   Tally late;
   Data got(kLarge);
@@ -367,61 +474,147 @@ TEST_CASE("shared pair: no byte is written once an abort has ended a receive", "
 
 namespace {
 
-// A peer that writes what it likes.
+// A peer that says and writes what it likes.
 struct BadPeer {
   std::shared_ptr<ShmProgress> progress = std::make_shared<ShmProgress>(std::make_shared<Progress>());
   ShmProgress::Place place{progress};
   std::unique_ptr<ShmPipe> out = ShmPipe::create();
   std::unique_ptr<ShmPipe> in;
   LocalMeeting meeting;
+  LocalMeeting::Peer good;
   std::unique_ptr<ShmPeer> peer;
+  std::future<std::shared_ptr<ProbingTransport>> other;
 
-  std::shared_ptr<ProbingTransport> meet() {
-    ShmPairRendezvous good(std::make_shared<ShmProgress>(std::make_shared<Progress>()));
-    const auto limit = Clock::now() + std::chrono::seconds(20);
-    auto other = std::async(std::launch::async, [&] { return good.meet(0, 1, meeting.address(), limit); });
+  // The other rank waits for what this one has come to.
+  void greet(
+      int pipe, milliseconds limit = kEnd, const std::function<void()>& checkpoint = [] {}) {
+    const auto address = std::make_shared<std::promise<std::string>>();
+    auto its_address = address->get_future();
+    other = std::async(std::launch::async, [this, address, limit, checkpoint] {
+      ShmPairRendezvous rendezvous(std::make_shared<ShmProgress>(std::make_shared<Progress>()));
+      address->set_value(rendezvous.address());
+      return rendezvous.meet(0, 1, meeting.address(), Clock::now() + limit, checkpoint);
+    });
     const uint32_t number = place.number();
     const LocalMeeting::Protocol protocol{0x6d637031, sizeof number, 1 + ShmBell::kFds, "shared memory"};
     auto met = meeting.meet(
-        {{0, good.address()}, {1, meeting.address()}}, 1, protocol,
+        {{0, its_address.get()}, {1, meeting.address()}}, 1, protocol,
         [&](int32_t) {
           LocalMeeting::Greeting greeting{std::vector<std::byte>(sizeof number), progress->bell().fds()};
-          greeting.descriptors.push_back(out->fd());
+          greeting.descriptors.push_back(pipe);
           std::memcpy(greeting.bytes.data(), &number, sizeof number);
           return greeting;
         },
-        limit);
+        Clock::now() + kEnd);
+    good = std::move(met[0]);
+  }
+  void say(const std::string& text) const {
+    REQUIRE(::send(good.socket.get(), text.data(), text.size(), MSG_NOSIGNAL) > 0);
+  }
+  std::string heard() const {  // "" once the other rank has closed the socket
+    pollfd entry{good.socket.get(), POLLIN, 0};
+    REQUIRE(poll(&entry, 1, static_cast<int>(kEnd.count())) == 1);
+    std::string text(1000, 0);
+    text.resize(static_cast<size_t>(std::max<ssize_t>(0, ::recv(entry.fd, text.data(), text.size(), 0))));
+    return text;
+  }
+
+  std::shared_ptr<ProbingTransport> meet() {
+    greet(out->fd());
+    say("+");
+    CHECK(heard() == "+");
     uint32_t there = 0;
-    std::memcpy(&there, met[0].bytes.data(), sizeof there);
+    std::memcpy(&there, good.bytes.data(), sizeof there);
     std::vector<int> bell;
-    for (size_t i = 0; i < ShmBell::kFds; ++i) bell.push_back(met[0].descriptors[i].get());
-    in = ShmPipe::open(met[0].descriptors[ShmBell::kFds].get());
-    peer = std::make_unique<ShmPeer>(0, met[0].socket.release(), progress->bell_of_peer(bell), there);
+    for (size_t i = 0; i < ShmBell::kFds; ++i) bell.push_back(good.descriptors[i].get());
+    in = ShmPipe::open(good.descriptors[ShmBell::kFds].get());
+    peer = std::make_unique<ShmPeer>(0, good.socket.release(), progress->bell_of_peer(bell), there);
     return other.get();
   }
 };
 
+std::string failure_of(std::future<std::shared_ptr<ProbingTransport>>& meeting, ErrorKind kind) {
+  try {
+    meeting.get();
+  } catch (const Error& error) {
+    CHECK(error.kind() == kind);
+    return error.what();
+  }
+  return "";
+}
+
 }  // namespace
+
+TEST_CASE("shared pair: where one of two cannot use the memory, neither does, and both know why", "[shm]") {
+  const int left = count_descriptors();
+  {
+    BadPeer bad;
+    SECTION("this one") {
+      const Descriptor unsealed(memfd_create("no pipe", 0));
+      bad.greet(unsealed.get());
+      SECTION("and the other could") { bad.say("+"); }
+      SECTION("and the other could not") { bad.say("-of late"); }
+      CHECK(bad.heard() == "-a peer's memory is not sealed");
+      CHECK(failure_of(bad.other, ErrorKind::Generic) == "a peer's memory is not sealed");
+    }
+    SECTION("the other") {
+      bad.greet(bad.out->fd());
+      std::string why;
+      SECTION("says why") {
+        bad.say("-" + (why = "its memory is full"));
+        why = "the other rank: " + why;
+      }
+      SECTION("exits") {
+        bad.good.socket = Descriptor();
+        why = "the other rank exited, or gave up";
+      }
+      SECTION("says nothing that is known") {
+        bad.say("?");
+        why = "the other rank exited, or gave up";
+      }
+      CHECK(failure_of(bad.other, ErrorKind::Generic) == why);
+      if (bad.good.socket.get() >= 0) {
+        CHECK(bad.heard() == "+");
+        CHECK(bad.heard() == "");
+      }
+    }
+    SECTION("nobody can say, since the other is frozen") {
+      bad.greet(bad.out->fd(), milliseconds(1000));
+      CHECK(failure_of(bad.other, ErrorKind::DeadlineExceeded) ==
+            "the other rank did not say whether it has connected");
+    }
+    SECTION("this one is not wanted any longer") {
+      std::atomic<bool> over{false};
+      bad.greet(bad.out->fd(), kEnd, [&] {
+        if (over) throw Error(ErrorKind::Aborted, "it was destroyed");
+      });
+      over = true;
+      CHECK(failure_of(bad.other, ErrorKind::Aborted) == "it was destroyed");
+    }
+  }
+  CHECK(count_descriptors() == left);
+}
 
 TEST_CASE("shared pair: a peer that writes nonsense ends the pair", "[shm]") {
   using Kind = ShmPipe::Kind;
   using Record = ShmPipe::Record;
   const Data data = content(kLarge, 1);
   const auto ends = [&](const std::function<void(BadPeer&)>& write) {
-    BadPeer bad;
-    Pair pair{bad.meet(), nullptr};
     Tally in;
     Tally out;
-    Data got(kLarge);
+    Data got(kLarge, 9);
+    BadPeer bad;
+    Pair pair{bad.meet(), nullptr};
     recv(pair, 0, 5, got, in);
     send(pair, 0, 6, data, out);
     write(bad);
     bad.peer->call(ShmHalf::Sending);
     bad.peer->call(ShmHalf::Receiving);
-    return std::pair(soon([&] { return in.failed() == 1; }) ? in.why() : "", [&] {
-      bad.peer->hang_up();
-      return soon([&] { return out.failed() == 1; }) ? out.why() : "";
-    }());
+    CHECK(soon([&] { return in.failed() + out.failed() > 0; }));
+    bad.peer->hang_up();  // the other direction ends with it
+    CHECK(soon([&] { return in.failed() + out.failed() == 2; }));
+    CHECK((got == Data(kLarge, 9)));
+    return std::pair(in.why(), out.why());
   };
   const std::string nonsense = "what it wrote to shared memory makes no sense";
   for (const uint64_t tail : {uint64_t{1} << 40, ~uint64_t{0}, uint64_t{1}, uint64_t{1} << 21}) {
@@ -433,7 +626,8 @@ TEST_CASE("shared pair: a peer that writes nonsense ends the pair", "[shm]") {
         Record{5, kLarge, -1, 64, Kind::Piece}, Record{5, kLarge, kLarge, 64, Kind::Piece},
         Record{5, kLarge, 64, 64, Kind::Piece}, Record{5, kLarge + 1, 0, 64, Kind::Piece},
         Record{5, -1, 0, 0, Kind::Announce}, Record{5, kLarge, 0, 64, Kind::Announce},
-        Record{5, 100, 0, 100, static_cast<Kind>(7)}}) {
+        Record{5, 100, 0, 100, static_cast<Kind>(7)},
+        Record{5, kLarge, 0, 4096, Kind::Begin}}) {  // longer than what was written
     INFO("record of " << record.nbytes << ", " << record.offset << ", " << record.count);
     CHECK(ends([&](BadPeer& bad) {
             std::memcpy(static_cast<void*>(&bad.out->header() + 1), &record, sizeof record);
