@@ -15,7 +15,7 @@
 #include "group/conversation.h"
 #include "group/host_memory.h"
 #include "group/meeting.h"
-#include "transport/shm_region.h"
+#include "transport/shm_budget.h"
 
 namespace meshcast {
 namespace {

@@ -28,6 +28,7 @@
 #include "run/executor.h"
 #include "run/run_state.h"
 #include "run/work_thread.h"
+#include "transport/shm_pair.h"
 
 namespace meshcast {
 namespace {
@@ -213,6 +214,18 @@ void bind_runtime(py::module_& m) {
           py::arg("peer"), py::arg("error"))
       .def("awaits", &PointToPoint::awaits, NoGil())
       .def("shutdown", &PointToPoint::shutdown, NoGil());
+
+  py::class_<ShmPairRendezvous, std::shared_ptr<ShmPairRendezvous>>(m, "PairMemory")
+      .def(py::init([] { return owned(new ShmPairRendezvous()); }))
+      .def_property_readonly("address", &ShmPairRendezvous::address)
+      .def(
+          "meet",
+          [](ShmPairRendezvous& self, const PointToPoint& messages, int32_t rank, int32_t peer,
+             const std::string& address, double deadline) {
+            return owned(self.meet(rank, peer, address, time_point(deadline), [&] { messages.check(); }));
+          },
+          py::arg("messages"), py::arg("rank"), py::arg("peer"), py::arg("address"), py::arg("deadline"),
+          NoGil());
 
   py::class_<ProcessGroupMeshcast, c10d::Backend, c10::intrusive_ptr<ProcessGroupMeshcast>>(
       m, "ProcessGroupMeshcast")

@@ -655,6 +655,18 @@ class PointToPoint:
 
     def shutdown(self) -> None: ...
 
+class PairMemory:
+    """Shared memory of this rank for messages to one other of its host. Raises RuntimeError with the reason
+    where there is none."""
+
+    @property
+    def address(self) -> str: ...
+    def meet(
+        self, messages: PointToPoint, rank: int, peer: int, address: str, deadline: float
+    ) -> ProbingTransport:
+        """Connects with `peer`, which calls likewise, given its address; both by their numbers in the group.
+        Blocks to `deadline`, by time.monotonic(), or until `messages` end. To be called once."""
+
 class ProcessGroupMeshcast(Backend):
     """The c10d backend "meshcast" over inner ones: `inner` on the CPU, what `cuda` makes on GPUs. `multicast`
     starts broadcasts of `at_least` bytes on the CPU."""

@@ -52,6 +52,13 @@ def _all_is_well(context: Any) -> None:
     x = torch.full((1 << 15,), float(context.rank))
     dist.all_reduce(x)
     assert bool((x == 3.0).all())
+    if OURS:
+        for size in (8, 1 << 17):
+            got = torch.zeros(size)
+            work = dist.isend(torch.full((size,), float(context.rank)), (context.rank + 1) % 3)
+            dist.recv(got, (context.rank + 2) % 3)
+            work.wait()
+            assert bool((got == (context.rank + 2) % 3).all())
 
 
 def _ended(child: int) -> int:

@@ -16,7 +16,7 @@ from meshcast import AbortedError, DeadlineExceededError, PeerLostError
 GROUP_TIMEOUT = 60.0
 LEAVE_UP = True  # the case ends the group itself
 
-FAULT = os.environ["FAULT"]  # "none", "kill" or "freeze"
+FAULT = os.environ["FAULT"]  # "none", "kill", "freeze", or "orphan": a kill that leaves a forked child behind
 VICTIM = 2
 SMALL, LARGE = 100, 16 << 20  # floats
 LIMIT = 3.0  # seconds, of the group in which a rank freezes
@@ -55,7 +55,13 @@ def messages_with_a_lost_rank(context) -> dict[str, float]:
             context.wait_for_all("through", limit=60.0)
             dist.destroy_process_group()
             return {}
-        os.kill(os.getpid(), signal.SIGKILL if FAULT == "kill" else signal.SIGSTOP)
+        if FAULT == "orphan":
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+            context.store.set("orphan", str(child))
+        os.kill(os.getpid(), signal.SIGSTOP if FAULT == "freeze" else signal.SIGKILL)
         time.sleep(600)
     dist.recv(torch.zeros(SMALL), VICTIM, group=group)
     tensors = [torch.zeros(LARGE), torch.zeros(SMALL), torch.zeros(SMALL), torch.zeros(SMALL)]
@@ -80,7 +86,7 @@ def messages_with_a_lost_rank(context) -> dict[str, float]:
     if FAULT == "none":
         assert not errors, errors
     else:
-        kind = PeerLostError if FAULT == "kill" else DeadlineExceededError
+        kind = DeadlineExceededError if FAULT == "freeze" else PeerLostError
         assert len(errors) >= len(works) - 1, errors  # one may have been nearly through
         assert isinstance(errors[0], kind), errors
         assert not [error for error in errors[1:] if not isinstance(error, (kind, AbortedError))], errors
@@ -95,6 +101,8 @@ def messages_with_a_lost_rank(context) -> dict[str, float]:
     context.wait_for_all("through", [0, 1] if FAULT != "none" else None, limit=60.0)
     if FAULT == "freeze" and rank == 0:
         os.kill(int(context.store.get("victim")), signal.SIGKILL)
+    if FAULT == "orphan" and rank == 0:
+        os.kill(int(context.store.get("orphan")), signal.SIGKILL)
     begin = time.monotonic()
     dist.destroy_process_group()
     return {"elapsed": elapsed, "destroyed": time.monotonic() - begin}

@@ -1,21 +1,26 @@
-"""torch.distributed.send, recv and their like under backend "meshcast", over UCX: in three or five processes,
-with gloo as the oracle where both can do it."""
+"""torch.distributed.send, recv and their like under backend "meshcast", over UCX or through shared memory: in
+three or five processes, with gloo as the oracle where both can do it."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import logging
 import os
 import random
+import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import meshcast
 import pytest
 import torch
 import torch.distributed as dist
-from meshcast import AbortedError, DeadlineExceededError, LayoutError, PlanMismatchError
+from meshcast import _C, AbortedError, DeadlineExceededError, LayoutError, PlanMismatchError
 from multiproc.cases_shared_memory import environment
 
 GROUP_TIMEOUT = 60.0
@@ -42,6 +47,25 @@ def backend_of(group: dist.ProcessGroup | None):
 
 def over_ucx(group: dist.ProcessGroup | None = None) -> bool:
     return backend_of(group).point_to_point is not None
+
+
+def exchange_all(context, group) -> None:
+    """Each rank with each other one, small and large."""
+    others = [rank for rank in range(context.world) if rank != context.rank]
+    for tag, length in enumerate((0, SMALL, LARGE)):
+        given = content(length, torch.float32, context.rank)
+        got = {rank: torch.zeros(length) for rank in others}
+        works = [dist.isend(given, rank, group=group, tag=tag) for rank in others]
+        works += [dist.irecv(got[rank], rank, group=group, tag=tag) for rank in others]
+        for work in works:
+            work.wait()
+        for rank, tensor in got.items():
+            assert torch.equal(tensor, content(length, torch.float32, rank))
+
+
+def pipes() -> int:
+    """Shared memory for messages that this process has: one for each direction of a pair of ranks."""
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:meshcast-pipe")
 
 
 # ---- drawn programs ----
@@ -110,25 +134,29 @@ def drawn_programs(context) -> None:
     dist.destroy_process_group(gloo)
 
 
-def drawn_programs_from_anybody(context) -> None:
+def check_from_anybody(context, group, seed: int, least: int = 0) -> None:
     """Each message goes to some receive of its tag, and those of one sender in order."""
+    rng = random.Random(seed)
+    program = draw(rng, context.world, anybody=True, least=least)
+    expected, found = defaultdict(list), defaultdict(list)
+    for drawn in program:
+        if drawn.target == context.rank:
+            expected[drawn.source, drawn.tag].append(drawn)
+    for drawn, source, tensor in run_program(rng, program, context.rank, group, anybody=True):
+        found[source, drawn.tag].append(tensor)
+    assert found.keys() == expected.keys(), seed
+    for key, sent in expected.items():
+        assert len(sent) == len(found[key]), (seed, key)
+        for drawn, tensor in zip(sent, found[key], strict=True):
+            assert torch.equal(tensor, content(drawn.length, drawn.dtype, drawn.number)), (seed, key)
+
+
+def drawn_programs_from_anybody(context) -> None:
     gloo = dist.new_group(backend="gloo")
     for number in range(PROGRAMS):
-        for group in (None, gloo):
-            rng = random.Random(SEED + 1000 + number)
-            # gloo receives nothing without elements from anybody.
-            program = draw(rng, context.world, anybody=True, least=0 if group is None else 1)
-            expected, found = defaultdict(list), defaultdict(list)
-            for drawn in program:
-                if drawn.target == context.rank:
-                    expected[drawn.source, drawn.tag].append(drawn)
-            for drawn, source, tensor in run_program(rng, program, context.rank, group, anybody=True):
-                found[source, drawn.tag].append(tensor)
-            assert found.keys() == expected.keys(), SEED
-            for key, sent in expected.items():
-                assert len(sent) == len(found[key]), (SEED, key)
-                for drawn, tensor in zip(sent, found[key], strict=True):
-                    assert torch.equal(tensor, content(drawn.length, drawn.dtype, drawn.number)), (SEED, key)
+        check_from_anybody(context, None, SEED + 1000 + number)
+        # gloo receives nothing without elements from anybody.
+        check_from_anybody(context, gloo, SEED + 1000 + number, least=1)
     dist.destroy_process_group(gloo)
 
 
@@ -349,6 +377,197 @@ def unlike_settings(context) -> None:
         dist.destroy_process_group(group)
 
 
+def ranks_of_a_host_share_memory(context) -> None:
+    """Those that may: the others go over UCX, in one group."""
+    on = {"MESHCAST_SHM": "1"}
+    everybody, but_one = set(range(context.world)), set(range(context.world)) - {1}
+    before = pipes()
+    settings = (
+        (on, everybody),
+        ({"MESHCAST_SHM": "0"}, set()),
+        ({"MESHCAST_SHM": "0"} if context.rank == 1 else on, but_one),
+        ({**on, "MESHCAST_HOST_ID": "elsewhere"} if context.rank == 1 else on, but_one),
+        ({**on, "MESHCAST_SHM_MB": "1"} if context.rank == 1 else on, but_one),
+    )
+    for number, (mine, sharing) in enumerate(settings):
+        with environment(**mine):
+            group = dist.new_group()
+            exchange_all(context, group)
+        expected = 2 * (len(sharing) - 1) if context.rank in sharing else 0
+        # What a rank has offered it drops with the letter of the other, which has come.
+        assert pipes() - before == expected, (mine, sharing)
+        context.wait_for_all(f"counted {number}")
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        assert pipes() == before
+    with environment(MESHCAST_SHM="2" if context.rank == 1 else "1"):
+        group = dist.new_group()
+        with pytest.raises(LayoutError, match=r"rank 1: MESHCAST_SHM is '2'"):
+            dist.send(torch.ones(1), (context.rank + 1) % context.world, group=group)
+        dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def replaced(where: object, name: str, value: object) -> Iterator[None]:
+    real = getattr(where, name)
+    setattr(where, name, value)
+    try:
+        yield
+    finally:
+        setattr(where, name, real)
+
+
+@contextlib.contextmanager
+def warnings_logged() -> Iterator[list[str]]:
+    """Those of meshcast."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("meshcast")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+class NotOffered:
+    def __init__(self) -> None:
+        raise RuntimeError("there is no room")
+
+
+class NotConnected:
+    """Offers memory, and cannot connect it."""
+
+    def __init__(self) -> None:
+        self._real = REAL_MEMORY()
+        self.address = self._real.address
+
+    def meet(self, *_: object) -> None:
+        raise RuntimeError("there is no room to connect")
+
+
+class Frozen(NotConnected):
+    """Does not connect before the group has ended."""
+
+    over = threading.Event()
+
+    def meet(self, *_: object) -> None:
+        assert self.over.wait(60.0)
+        raise RuntimeError("it took too long")
+
+
+class NoThread(threading.Thread):
+    def start(self) -> None:
+        if self.name == "meshcast-share":
+            raise RuntimeError("there is no more thread")
+        super().start()
+
+
+REAL_MEMORY = _C.PairMemory
+WHY_NOT = "messages to ranks of its host go over UCX, since shared memory cannot be used"
+
+
+def memory_that_cannot_be_had(context) -> None:
+    """By one rank: both ends of its pairs use UCX, and say so once."""
+    for where, name, value, mine, others in (
+        (_C, "PairMemory", NotOffered, "there is no room", ""),
+        (_C, "PairMemory", NotConnected, "there is no room to connect", "gave up"),
+        (threading, "Thread", NoThread, "there is no more thread", "gave up"),
+    ):
+        for again in (False, True):
+            before = pipes()
+            here = replaced(where, name, value) if context.rank == 1 else contextlib.nullcontext()
+            with environment(MESHCAST_SHM="1"), here, warnings_logged() as lines:
+                group = dist.new_group()
+                exchange_all(context, group)
+                shared = pipes() - before
+                context.wait_for_all(f"exchanged {mine} {again}")
+            assert shared == (0 if context.rank == 1 else 2 * (context.world - 2)), (mine, shared)
+            said = [line for line in lines if WHY_NOT in line]
+            assert said == lines, lines
+            if context.rank == 1:
+                assert len(said) == (0 if again else 1), lines
+                assert all(mine in line for line in said), lines
+            else:  # what it has said of one reason it does not repeat for the next
+                assert len(said) <= 1 and not (again and said), lines
+                assert all(others and others in line for line in said), lines
+            dist.destroy_process_group(group)
+            del group
+            gc.collect()
+            assert pipes() == before
+
+
+def messages_from_anybody_over_both(context) -> None:
+    """From a rank of the same host and from one of another, drawn."""
+    elsewhere = {"MESHCAST_HOST_ID": "elsewhere"} if context.rank == 1 else {}
+    before = pipes()
+    with environment(MESHCAST_SHM="1", **elsewhere):
+        group = dist.new_group()
+        exchange_all(context, group)
+    assert pipes() - before == (0 if context.rank == 1 else 2 * (context.world - 2))
+    for number in range(PROGRAMS):
+        check_from_anybody(context, group, SEED + 2000 + number)
+        context.wait_for_all(f"program {number}")  # else one takes what is for the next
+    dist.destroy_process_group(group)
+
+
+def several_threads_of_each_rank(context) -> None:
+    """Each with a tag of its own, and all of them with all ranks at once."""
+    failures: list[BaseException] = []
+
+    def exchange(tag: int) -> None:
+        try:
+            others = [rank for rank in range(context.world) if rank != context.rank]
+            for number in range(30):
+                length = (0, SMALL, 3000, LARGE)[(number + tag) % 4]
+                got = {rank: torch.zeros(length) for rank in others}
+                given = content(length, torch.float32, 100 * context.rank + number)
+                works = [dist.irecv(got[rank], rank, tag=tag) for rank in others]
+                works += [dist.isend(given, rank, tag=tag) for rank in others]
+                for work in works:
+                    work.wait()
+                for rank, tensor in got.items():
+                    assert torch.equal(tensor, content(length, torch.float32, 100 * rank + number)), tag
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=exchange, args=(50 + i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+    assert not failures, failures
+    context.wait_for_all("threads")
+
+
+def groups_leave_nothing_behind(context) -> None:
+    """No descriptor, memory or thread of messages."""
+
+    def left() -> tuple[int, int, list[str]]:
+        gc.collect()
+        ours = sorted(thread.name for thread in threading.enumerate() if "meshcast-" in thread.name)
+        return len(os.listdir("/proc/self/fd")), pipes(), ours
+
+    def one(name: str) -> None:
+        group = dist.new_group()
+        exchange_all(context, group)
+        context.wait_for_all(name)
+        dist.destroy_process_group(group)
+
+    one("first")  # what a process has once stays
+    before = left()
+    for number in range(5):
+        one(f"later {number}")
+    end = time.monotonic() + 20.0
+    while left() != before and time.monotonic() < end:  # UCX closes connections in its own time
+        time.sleep(0.05)
+    assert left() == before
+    context.wait_for_all("counted")
+
+
 def a_rank_that_cannot_use_what_it_found(context) -> None:
     """Found out when two meet: both say the same."""
     group = dist.new_group()
@@ -392,6 +611,32 @@ def destroyed_with_messages_under_way(context) -> None:
     context.wait_for_all("end")
 
 
+def destroyed_while_memory_is_connected(context) -> None:
+    """The other rank is stuck in it."""
+    with environment(MESHCAST_SHM="1"):
+        group = dist.new_group()
+    if context.rank == 1:
+        with replaced(_C, "PairMemory", Frozen):
+            work = dist.isend(torch.ones(SMALL), 0, group=group)
+            context.store.wait(["destroyed"])
+        Frozen.over.set()
+        with pytest.raises(meshcast.PeerLostError, match="rank 0"):
+            work.wait(timedelta(seconds=30))
+    if context.rank == 0:
+        work = dist.irecv(torch.ones(SMALL), 1, group=group)
+        while "meshcast-share" not in [thread.name for thread in threading.enumerate()]:
+            time.sleep(0.01)
+        begin = time.monotonic()
+        dist.destroy_process_group(group)
+        assert time.monotonic() - begin < 20.0
+        with pytest.raises(AbortedError):
+            work.wait()
+        context.store.set("destroyed", "")
+    context.wait_for_all("end")
+    if context.rank != 0:
+        dist.destroy_process_group(group)
+
+
 def small_messages_outlive_their_sender(context) -> None:
     """A sender may go as soon as its call has returned."""
     group = dist.new_group([0, 1])
@@ -423,7 +668,13 @@ CASES = [
     sizes_that_differ,
     refusals_are_gloos,
     unlike_settings,
+    ranks_of_a_host_share_memory,
+    memory_that_cannot_be_had,
+    messages_from_anybody_over_both,
+    several_threads_of_each_rank,
+    groups_leave_nothing_behind,
     a_rank_that_cannot_use_what_it_found,
     destroyed_with_messages_under_way,
+    destroyed_while_memory_is_connected,
     small_messages_outlive_their_sender,
 ]

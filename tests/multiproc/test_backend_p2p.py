@@ -18,9 +18,9 @@ SEED = os.environ.get("P2P_SEED") or str(random.SystemRandom().randrange(1 << 30
 CASES = re.findall(r"\w+", MODULE.read_text().split("\nCASES = [")[1].split("]")[0])
 
 
-@pytest.fixture(scope="module")
-def world() -> WorldResult:
-    return run_world(MODULE, 3, backend="meshcast", env={"P2P_SEED": SEED})
+@pytest.fixture(scope="module", params=["1", "0"], ids=["shared memory", "UCX"])
+def world(request: pytest.FixtureRequest) -> WorldResult:
+    return run_world(MODULE, 3, backend="meshcast", env={"P2P_SEED": SEED, "MESHCAST_SHM": request.param})
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import pickle
 import random
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshcast import Layout, LayoutError, Topology
+from meshcast.base import settings as variables
+from meshcast.base.settings import memory_identity
 from meshcast.topology import Host, Nic, host_identity
 
 PAIR = Layout.parse("4:S0"), Layout.parse("4@4:S0")
@@ -49,6 +52,21 @@ def test_host_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own == host_identity() != ""
     monkeypatch.setenv("MESHCAST_HOST_ID", "rack 7")
     assert host_identity() == "rack 7"
+
+
+def test_what_ranks_that_share_memory_have_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their host, as it is named, its kernel and their user."""
+    monkeypatch.setenv("MESHCAST_HOST_ID", "rack 7")
+    own = memory_identity()
+    assert own == memory_identity()
+    monkeypatch.setenv("MESHCAST_HOST_ID", "rack 8")
+    assert memory_identity() != own
+    monkeypatch.setenv("MESHCAST_HOST_ID", "rack 7")
+    for place, name in ((variables, "_host_of_kernel"), (os, "geteuid")):
+        with monkeypatch.context() as other:
+            other.setattr(place, name, lambda: "another")
+            assert memory_identity() != own
+    assert memory_identity() == own
 
 
 def test_striped_hosts_have_one_nic_as_fast_as_all_together() -> None:

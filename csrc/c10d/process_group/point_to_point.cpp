@@ -312,6 +312,11 @@ bool PointToPoint::awaits() const {
                                 [](const auto& entry) { return !entry.second.waiting.empty(); });
 }
 
+void PointToPoint::check() const {
+  const std::lock_guard lock(mutex_);
+  if (over_) throw Error(ErrorKind::Aborted, fmt::format("the process group was {}", over_));
+}
+
 void PointToPoint::leave_locked(int number, const std::exception_ptr& failure) {
   Peer& peer = peer_at(number);
   if (!peer.failure) peer.failure = failure;

@@ -51,6 +51,8 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   void refuse(int peer, std::exception_ptr error);
   // Whether a call waits for a rank that has not been met.
   bool awaits() const;
+  // Throws Aborted where the group has ended: nobody needs a meeting any longer.
+  void check() const;
 
   // Ends a message that took too long, by its limit in seconds; unless it is a receive from anybody that no
   // message has come for, all others with that peer as well.

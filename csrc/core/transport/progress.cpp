@@ -89,6 +89,12 @@ void Progress::add(Source& source) {
     watch(side(Who::Thread).poll, entry.events, EPOLL_CTL_ADD, EPOLLIN);
     watch(side(Who::Driver).poll, entry.events, EPOLL_CTL_ADD, 0);
   }
+  if (const int alarm = source.alarm(); alarm >= 0) {
+    epoll_event event{};
+    event.events = EPOLLIN;
+    if (epoll_ctl(side(Who::Thread).poll.get(), EPOLL_CTL_ADD, alarm, &event) != 0)
+      fail_with_errno("epoll_ctl");
+  }
   entry.source = &source;
   *free = std::move(entry);
   source.kept_by(Keeper::Thread);

@@ -45,7 +45,9 @@ class Source {
   virtual void kept_by(Keeper keeper) = 0;
   virtual TimePoint due() { return TimePoint::max(); }  // when a turn is needed though nothing comes
   virtual std::vector<int> fds() { return {}; }         // always the same
-  virtual int patience() { return 1; }                  // turns in vain before whoever keeps it falls asleep
+  // Readable where the thread is to arm() the source, whoever keeps it: for what is rare. -1: there is none.
+  virtual int alarm() { return -1; }
+  virtual int patience() { return 1; }  // turns in vain before whoever keeps it falls asleep
 };
 
 // Makes the messages of a process go on: one thread, and users' threads that wait anyway. While nothing happens

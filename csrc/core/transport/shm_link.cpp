@@ -22,31 +22,35 @@ constexpr LocalMeeting::Protocol kProtocol{0x6d636834, sizeof(uint32_t), 1 + Shm
 
 }  // namespace
 
-ShmLink::ShmLink(int rank, int socket, std::unique_ptr<ShmRegion> region, std::shared_ptr<ShmBell> bell,
-                 uint32_t group)
+ShmPeer::ShmPeer(int rank, int socket, std::shared_ptr<ShmBell> bell, uint32_t group)
     : rank_(rank),
       socket_(socket),
       process_(process_behind(socket).release()),
-      region_(std::move(region)),
       bell_(std::move(bell)),
       group_(group) {
   close_in_children(socket_);
 }
 
-ShmLink::~ShmLink() {
+ShmPeer::~ShmPeer() {
   if (origin_.foreign()) return;  // they are closed, or the number is another's by now
   keep_in_children(socket_);
   close(socket_);
   if (process_ >= 0) close(process_);
 }
 
-bool ShmLink::gone() const {
+bool ShmPeer::gone() const {
   // Nothing is sent on a link after the hello: whatever there is to read is its end.
   pollfd entries[] = {{socket_, POLLIN | POLLRDHUP, 0}, {process_, POLLIN, 0}};
   return poll(entries, 2, 0) > 0;
 }
 
-void ShmLink::hang_up() const { ::shutdown(socket_, SHUT_RDWR); }
+void ShmPeer::hang_up() const { ::shutdown(socket_, SHUT_RDWR); }
+
+std::vector<int> ShmPeer::fds() const {
+  std::vector<int> out{socket_};
+  if (process_ >= 0) out.push_back(process_);
+  return out;
+}
 
 ShmRendezvous::ShmRendezvous(uint32_t ranks, std::shared_ptr<ShmProgress> progress)
     : place_(std::make_unique<ShmProgress::Place>(std::move(progress))),

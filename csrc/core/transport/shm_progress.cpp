@@ -1,9 +1,11 @@
 #include "transport/shm_progress.h"
 
+#include <array>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include <sys/epoll.h>
 #include <sys/stat.h>
 
 #include "common/of_process.h"
@@ -20,7 +22,8 @@ std::shared_ptr<ShmProgress> ShmProgress::of_process() {
 }
 
 ShmProgress::ShmProgress(std::shared_ptr<Progress> progress)
-    : progress_(std::move(progress)), bell_(*progress_) {
+    : progress_(std::move(progress)), bell_(*progress_), watched_(epoll_create1(EPOLL_CLOEXEC)) {
+  if (watched_.get() < 0) fail_with_errno("epoll_create1");
   progress_->add(*this);
 }
 
@@ -74,6 +77,32 @@ void ShmProgress::Place::leave() const {
   std::unique_lock lock(progress_->mutex_);
   progress_->entries_[number_].group = nullptr;
   progress_->left_.wait(lock, [this] { return progress_->entries_[number_].inside() == 0; });
+}
+
+// Once: what has happened to a peer is not taken back.
+void ShmProgress::Place::watch(int fd) const {
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLRDHUP | EPOLLONESHOT;
+  event.data.u64 = number_;
+  progress_->watches_ = true;
+  if (epoll_ctl(progress_->watched_.get(), EPOLL_CTL_ADD, fd, &event) != 0) fail_with_errno("epoll_ctl");
+}
+
+// Answers whether anything that is watched has happened.
+bool ShmProgress::look() {
+  std::array<epoll_event, 16> events{};
+  const int count = epoll_wait(watched_.get(), events.data(), static_cast<int>(events.size()), 0);
+  for (int i = 0; i < count; ++i) {
+    const auto number = static_cast<uint32_t>(events[static_cast<size_t>(i)].data.u64);
+    {
+      const std::lock_guard lock(mutex_);
+      if (!entries_[number].group) continue;  // it has ended
+      entries_[number].group->alarmed();
+    }
+    bell_.call(number, ShmHalf::Sending);
+    bell_.call(number, ShmHalf::Receiving);
+  }
+  return count > 0;
 }
 
 // A group's half has one thread at a time. Who comes meanwhile leaves a note (`again`), and who is inside calls
@@ -130,6 +159,7 @@ bool ShmProgress::arm(Who who) {
     sleeps_[static_cast<size_t>(who)] = true;
     announce_locked();
   }
+  if (who == Who::Thread && watches_ && look()) return false;
   const bool sends = who == Who::Thread || sleeps(Who::Thread);
   const bool receives = who == Who::Driver || keeper_ != Keeper::Driver;
   return !(receives && bell_.called(ShmHalf::Receiving)) && !(sends && bell_.called(ShmHalf::Sending));

@@ -28,6 +28,8 @@ class ShmProgress final : public Source {
    public:
     virtual ~Group() = default;
     virtual bool turn(ShmHalf half, Who who) = 0;
+    // Something that it watches has happened; both halves have a turn afterwards. Calls nobody.
+    virtual void alarmed() {}
   };
 
   // A group's number on the bell, from before any peer learns it until the group has ended.
@@ -43,6 +45,7 @@ class ShmProgress final : public Source {
     void call(ShmHalf half) const;   // this rank's own news
     void enter(Group& group) const;  // it has turns from now on ...
     void leave() const;              // ... and none afterwards, nor is one under way; not from a turn
+    void watch(int fd) const;        // alarmed() once it is readable or has hung up; until it is closed
 
    private:
     const std::shared_ptr<ShmProgress> progress_;
@@ -60,6 +63,7 @@ class ShmProgress final : public Source {
   bool turn(Who who) override;
   bool arm(Who who) override;
   void disarm(Who who) override;
+  int alarm() override { return watched_.get(); }
   void kept_by(Keeper keeper) override;
   int patience() override { return 256; }  // about 10 us: a peer that makes its next call is seen awake
 
@@ -86,10 +90,13 @@ class ShmProgress final : public Source {
   bool serve(ShmHalf half, Who who);
   bool sleeps(Who who) const { return sleeps_[static_cast<size_t>(who)]; }
   void announce_locked();
+  bool look();
 
   const Origin origin_;
   const std::shared_ptr<Progress> progress_;
   ShmBell bell_;
+  const Descriptor watched_;          // epoll: what groups watch
+  std::atomic<bool> watches_{false};  // anything, ever
   std::mutex mutex_;
   std::condition_variable left_;                                           // a turn is over
   std::vector<Entry> entries_;                                             // by number

@@ -127,10 +127,9 @@ void ShmReceiver::end_lost(Peer& peer) {
       if (peer.ambiguous) {
         error = {TransportError::Cause::Closed, "two messages from it have one key (a fault of meshcast)"};
       } else if (peer.broken) {
-        error = {TransportError::Cause::Closed, "what it wrote to shared memory makes no sense"};
+        error = {TransportError::Cause::Closed, kShmNonsense};
       } else if (peer.gone && peer.mailbox->fragments.empty()) {
-        error = {TransportError::Cause::Closed,
-                 "its process has exited or has closed the group (shared memory)"};
+        error = {TransportError::Cause::Closed, kShmGone};
       } else {
         return;
       }

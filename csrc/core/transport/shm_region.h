@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "transport/shm_budget.h"
 #include "transport/shm_mapping.h"
 
 namespace meshcast {
@@ -101,7 +102,6 @@ class ShmRegion {
   // Does not close `fd`.
   static std::unique_ptr<ShmRegion> open(int fd, uint32_t members);
 
-  ~ShmRegion();
   ShmRegion(const ShmRegion&) = delete;
   ShmRegion& operator=(const ShmRegion&) = delete;
 
@@ -117,15 +117,12 @@ class ShmRegion {
  private:
   ShmRegion() = default;
 
+  ShmShare share_;  // of a created region
   ShmMapping memory_;
-  int64_t budget_ = 0;  // what it took
   // Copies of what the header said when it was checked: a peer cannot change them under us.
   uint32_t slots_ = 0;
   uint32_t slot_bytes_ = 0;
   uint32_t members_ = 0;
 };
-
-// Bytes of slots that the regions of this process may have together. Counts for regions made afterwards.
-void set_shm_budget(int64_t nbytes);
 
 }  // namespace meshcast

@@ -22,9 +22,6 @@ TransportError duplicate_error() {
   return {TransportError::Cause::Closed, "two messages to it have one key (a fault of meshcast)"};
 }
 
-constexpr const char* kGone = "its process has exited or has closed the group (shared memory)";
-constexpr const char* kBroken = "what it wrote to shared memory makes no sense";
-
 }  // namespace
 
 ShmSender::ShmSender(ShmMembership& membership)
@@ -101,7 +98,7 @@ void ShmSender::drain_posts_locked() {
       match_locked({i, post.key}, post.nbytes);
     }
     if (posts.broken()) {
-      lose_locked(i, kBroken);
+      lose_locked(i, kShmNonsense);
       continue;
     }
     if (left == 0) place_.call(ShmHalf::Sending);  // there may be more
@@ -263,7 +260,7 @@ void ShmSender::tell_broken(std::unique_lock<std::mutex>& lock) {
 
 void ShmSender::mark_gone(size_t link) {
   const std::lock_guard lock(mutex_);
-  if (!lost_[link]) lose_locked(static_cast<uint32_t>(link), kGone);
+  if (!lost_[link]) lose_locked(static_cast<uint32_t>(link), kShmGone);
 }
 
 TransportError ShmSender::lost_error(uint32_t link) const {

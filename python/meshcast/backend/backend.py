@@ -1,5 +1,6 @@
 """Process groups of the backend: on the CPU large broadcasts are multicasts, and point-to-point messages go
-over UCX where it can be used; all else goes to gloo there, and to NCCL on GPUs.
+over UCX where it can be used, inside a host through shared memory; all else goes to gloo there, and to NCCL
+on GPUs.
 
 pg_options of it are those of its inner backends, gloo on the CPU and NCCL on GPUs.
 """

@@ -1,5 +1,6 @@
-"""Point-to-point messages of groups of backend "meshcast" over UCX: which groups have them, and how two of
-their ranks meet. The messages themselves are C++ (csrc/c10d/process_group/point_to_point.h).
+"""Point-to-point messages of groups of backend "meshcast" over UCX, and through shared memory inside a host:
+which groups have them, and how two of their ranks meet. The messages themselves are C++
+(csrc/c10d/process_group/point_to_point.h).
 
 torch.distributed.broadcast of large tensors in groups of backend "meshcast": a reshard from one rank to all
 others.
@@ -22,8 +23,9 @@ from torch.distributed.tensor import Replicate
 from .. import _C
 from ..base import settings
 from ..base.observe import log
+from ..base.settings import memory_identity
 from ..base.wire import pack, unpack
-from ..errors import Caller, LayoutError, MeshcastError, PeerLostError
+from ..errors import AbortedError, Caller, DeadlineExceededError, LayoutError, MeshcastError, PeerLostError
 from ..groups.network import Network, agreed_count, interfaces, library
 from ..groups.parent import ParentGroup, parent_group
 from ..groups.store import store_of_life
@@ -100,11 +102,12 @@ def announce(store: Any, rank: int, size: int) -> Any:
 
 class _Ability(NamedTuple):
     """The transport that a rank can use: kind is "ucx", "gloo", or "none" with the reason why. choice: what
-    its settings ask for."""
+    its settings ask for. memory: ranks with the same text share it; "" for none."""
 
     kind: str
     choice: str
     why: str = ""
+    memory: str = ""
 
 
 def _ability() -> _Ability:
@@ -119,7 +122,13 @@ def _ability() -> _Ability:
         library()
     except MeshcastError as error:
         return _Ability("gloo" if choice == "auto" else "none", choice, str(error))
-    return _Ability("ucx", choice)
+    try:
+        if settings.SHM.choice() == "0":
+            return _Ability("ucx", choice)
+        _C.HostMemory.set_budget(settings.SHM_MB.integer() << 20)
+    except MeshcastError as error:
+        return _Ability("none", choice, str(error))
+    return _Ability("ucx", choice, memory=memory_identity())
 
 
 def settle(life: Any, rank: int, ranks: Sequence[int], timeout: float) -> _C.PointToPoint | None:
@@ -145,7 +154,9 @@ def settle(life: Any, rank: int, ranks: Sequence[int], timeout: float) -> _C.Poi
         for peer in range(len(ranks)):
             messages.refuse(peer, LayoutError(obstacle, rank=ranks[rank], op=_OP, phase="connect"))
     else:
-        messages.meet_by(_Meetings(messages, life, rank, ranks, timeout).want)
+        mine = said[ranks[rank]].memory
+        near = [at for at, other in enumerate(ranks) if mine and said[other].memory == mine]
+        messages.meet_by(_Meetings(messages, life, rank, ranks, near, timeout).want)
     return messages
 
 
@@ -168,6 +179,7 @@ class _Letter(NamedTuple):
 
     interfaces: str  # of interfaces()
     network: str  # of Network
+    memory: str = ""  # of PairMemory; "": there is none
 
 
 class _Meetings:
@@ -176,14 +188,22 @@ class _Meetings:
     Each of two ranks writes the other a message: the addresses of its plane and a nonce. For each message it
     rings the next of the receiver's bells, so that there is one key to look for, for any writer. A rank
     writes when it first wants to exchange something with the other, and it answers messages while one of its
-    calls waits for a rank. A rank that has written and read knows the other end.
+    calls waits for a rank. A rank that has written and read knows the other end: its memory where both have
+    offered that, else its plane.
     """
 
     def __init__(
-        self, messages: _C.PointToPoint, store: Any, rank: int, ranks: Sequence[int], timeout: float
+        self,
+        messages: _C.PointToPoint,
+        store: Any,
+        rank: int,
+        ranks: Sequence[int],
+        near: Sequence[int],
+        timeout: float,
     ) -> None:
+        """near: those with which this rank shares memory, if it can be had."""
         self._messages, self._store = messages, store
-        self._rank, self._ranks, self._timeout = rank, ranks, timeout
+        self._rank, self._ranks, self._near, self._timeout = rank, ranks, near, timeout
         self._changed = threading.Condition()
         self._unwritten: list[int] = []
         self._thread: threading.Thread | None = None
@@ -191,7 +211,9 @@ class _Meetings:
         self._conversation: _C.Conversation | None = None
         self._written: dict[int, _Letter] = {}  # by peer
         self._read: dict[int, _Letter] = {}
-        self._met: set[int] = set()  # with or without success
+        self._memory: dict[int, _C.PairMemory] = {}  # that a letter has offered, by peer
+        self._met: set[int] = set()  # with or without success, or in a thread that connects
+        self._connecting: list[threading.Thread] = []
         self._bells = 1  # number of the next
         self._next_count = 0.0
         self._network: Network | None = None
@@ -210,9 +232,9 @@ class _Meetings:
     def close(self) -> None:
         """At the end of the process: what is under way gets a short time."""
         self._messages.shutdown()
-        thread = self._thread
-        if thread is not None:
-            thread.join(_JOIN_LIMIT)
+        for thread in (self._thread, *self._connecting):
+            if thread is not None:
+                thread.join(_JOIN_LIMIT)
 
     def _run(self) -> None:
         begin, pause = time.monotonic(), _FIRST_PAUSE
@@ -267,12 +289,34 @@ class _Meetings:
         names, interfaces_text = interfaces()
         if self._network is None:
             self._network = Network(names, self._timeout, "ucx")
-        letter = self._written[peer] = _Letter(interfaces_text, self._network.offer())
+        memory = self._offer_memory(peer)
+        letter = self._written[peer] = _Letter(interfaces_text, self._network.offer(), memory)
         conversation.say(f"letter/{peer}", pack(letter))
         number = conversation.count(f"bells/{peer}", 1)
         conversation.verdict(f"bell/{peer}/{number}", str(self._rank))
         if self._network.failure:  # the other hears why, once it calls
             self._join(peer, {self._rank: letter})
+
+    def _offer_memory(self, peer: int) -> str:
+        if peer not in self._near:
+            return ""
+        try:
+            memory = self._memory[peer] = _C.PairMemory()
+        except RuntimeError as error:
+            self._tell_once(error)
+            return ""
+        return memory.address
+
+    def _tell_once(self, why: Exception) -> None:
+        if str(why) in _told:
+            return
+        _told.add(str(why))
+        rank = self._ranks[self._rank]
+        log.warning(
+            "rank %d: messages to ranks of its host go over UCX, since shared memory cannot be used: %s",
+            rank,
+            why,
+        )
 
     def _meet(self, peer: int) -> None:
         if peer not in self._met:
@@ -284,13 +328,59 @@ class _Meetings:
         rank = self._ranks[self._rank]
         try:
             agreed_count({at: letter.interfaces for at, letter in ends.items()}, rank)
-            offers = {at: letter.network for at, letter in ends.items()}
-            transport = self._network.transport(offers, sorted(letters), rank, self._store, 0.0)
-            assert isinstance(transport, _C.ProbingTransport)
-            self._messages.connect(peer, transport)
-            self._met.add(peer)
+            memory = self._memory.pop(peer, None)  # its address is of use once
+            if memory is not None and peer in letters and letters[peer].memory:
+                self._met.add(peer)
+                self._share(peer, memory, letters)
+            else:
+                self._messages.connect(peer, self._over_network(letters))
+                self._met.add(peer)
         except Exception as error:
             self._refuse(peer, error)
+
+    def _over_network(self, letters: Mapping[int, _Letter]) -> _C.ProbingTransport:
+        assert self._network is not None
+        offers = {self._ranks[at]: letters[at].network for at in sorted(letters)}
+        rank = self._ranks[self._rank]
+        transport = self._network.transport(offers, sorted(letters), rank, self._store, 0.0)
+        assert isinstance(transport, _C.ProbingTransport)
+        return transport
+
+    def _share(self, peer: int, memory: _C.PairMemory, letters: Mapping[int, _Letter]) -> None:
+        """Connects the memories, in a thread of its own: each waits for the other, which may be about to
+        connect with a third. Where one of the two cannot, both go over the network."""
+        rank, other = self._ranks[self._rank], self._ranks[peer]
+        memories = [memory]  # dropped where it is of no use: the other notices that
+
+        def connect() -> None:
+            transport: _C.ProbingTransport
+            limit = time.monotonic() + self._timeout
+            try:
+                try:
+                    transport = memories.pop().meet(
+                        self._messages, self._rank, peer, letters[peer].memory, limit
+                    )
+                except DeadlineExceededError as error:
+                    text = f"connecting shared memory with rank {other} failed: {error}"
+                    raise Caller(_OP, rank, "connect").error(type(error), text, peer=other) from error
+                except AbortedError:  # the group has ended: the other learns that over the network
+                    transport = self._over_network(letters)
+                except Exception as error:
+                    self._tell_once(error)
+                    transport = self._over_network(letters)
+                self._messages.connect(peer, transport)
+            except Exception as error:
+                self._refuse(peer, error)
+
+        thread = threading.Thread(target=connect, name="meshcast-share", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # there are no more threads to be had
+            memories.clear()
+            self._tell_once(error)
+            self._messages.connect(peer, self._over_network(letters))
+            return
+        self._connecting = [each for each in self._connecting if each.is_alive()] + [thread]
 
     def _refuse(self, peer: int, error: Exception) -> None:
         self._met.add(peer)
@@ -302,6 +392,7 @@ class _Meetings:
         self._messages.refuse(peer, error)
 
 
+_told: set[str] = set()  # why there is no memory: one warning for each
 _live: weakref.WeakSet[_Meetings] = weakref.WeakSet()
 
 

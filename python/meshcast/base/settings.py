@@ -231,9 +231,20 @@ def host_identity() -> str:
     one machine share the boot id, the host name and /dev/shm, but not the network. `MESHCAST_HOST_ID`
     overrides it.
     """
-    override = HOST_ID.text()
-    if override:
-        return override
+    return HOST_ID.text() or _host_of_kernel()
+
+
+def memory_identity() -> str:
+    """Text that is equal for processes that can share memory: those of one host, as host_identity() has it,
+    where the kernel and the user agree. Else one of them would only find out as they connect."""
+    try:
+        user = os.stat("/proc/self/ns/user").st_ino
+    except OSError:
+        user = 0
+    return f"{host_identity()}/{_host_of_kernel()}/{user}/{os.geteuid()}"
+
+
+def _host_of_kernel() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = os.stat("/proc/self/ns/net").st_ino
