@@ -48,7 +48,7 @@ struct Kind {
 };
 
 // In the order in which they are tried, which matters: the search ends at the first plan near the bound.
-// docs/planner_results.md says what plans lose without each.
+// docs/benchmarks.md says what plans lose without each.
 constexpr Kind kKinds[] = {
     {Ports::Balanced, Where::Always, {.fan = 1, .steady = true}},
     {Ports::Packed, Where::Always, {.fan = 1, .steady = true}},
