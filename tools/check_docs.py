@@ -1,7 +1,7 @@
-"""Refuses wide lines of prose in the documents, and words for which CONTRIBUTING.md has plainer ones in the
-documents, the docstrings and the texts of the package.
+"""Refuses wide lines of prose in the documents, words for which CONTRIBUTING.md has plainer ones in the
+documents, the docstrings and the texts of the package, and docstrings that begin as an answer does.
 
-python tools/check_docs.py [width | words]
+python tools/check_docs.py [width | words | docstrings]
 
 Neither check reads code blocks or the output of programs between `<!-- Begin ... -->` and `<!-- End ... -->`.
 Tables, and lines that are only a link or an image, may have any width. Words in backticks are names.
@@ -58,6 +58,8 @@ _BEGINNING = re.compile(
     r"(?!these|those|the |all )(?=[a-z])[^.?|]*(?P<end>[.?|]|$)",
     re.MULTILINE,
 )
+# A docstring begins with a noun phrase (a class, a module) or a verb (a function).
+NO_DOCSTRING = {"Of", "That", "Those", "What", "Whether", "Who", "How", "Where", "Which"}
 # Texts of the package that still have such words: {file: number of them}. A number may only fall.
 LEFT = {"csrc/core/group/refusals.cpp": 1}  # no error text: a word between ranks
 
@@ -137,6 +139,18 @@ def words_of_source(text: str) -> int:
     return sum(len(words(each)) for each in texts if " " in each)
 
 
+def answers(text: str) -> list[tuple[int, str]]:
+    """(line, first word) of the docstrings in a module's text that begin with one of NO_DOCSTRING."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        words = (ast.get_docstring(node) or "").split()
+        if words and words[0].rstrip(",.:") in NO_DOCSTRING:
+            found.append((node.body[0].lineno, words[0]))
+    return sorted(found)
+
+
 def wide() -> list[str]:
     return [
         f"{path.relative_to(ROOT)}:{number}: {columns} columns, the limit is {MAX_COLUMNS}"
@@ -170,8 +184,16 @@ def unplain() -> list[str]:
     return lines
 
 
+def answering() -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}:{line}: begins with {word!r}; begin with a noun or a verb"
+        for path in sorted((ROOT / "python" / "meshcast").rglob("*.py"))
+        for line, word in answers(path.read_text(encoding="utf-8"))
+    ]
+
+
 def main(arguments: list[str]) -> int:
-    checks = {"width": wide, "words": unplain}
+    checks = {"width": wide, "words": unplain, "docstrings": answering}
     found = [line for name, check in checks.items() if name in (arguments or checks) for line in check()]
     for line in found:
         print(line)

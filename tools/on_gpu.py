@@ -1,10 +1,10 @@
-"""Builds, tests and measures what was written for GPUs, step by step, and goes on after a failure.
+"""Builds, tests and measures what was written for GPUs, step by step, and continues after a failure.
 
 tools/on_gpu.sh [--dry] [--list] [--from STEP] [--only STEP ...] [--within SECONDS] [--shared]
                 [--out FILE.json] [--commit NAME] [--publish FILE.json]
 
 Each step has a time limit of its own, so that a hang costs one step. --within begins no step whose limit
-would not fit any more, and says with which --from to go on. Results go to build/on_gpu/results.json, where
+would not fit any more, and says with which --from to continue. Results go to build/on_gpu/results.json, where
 those of other steps stay, and all output to results.log beside it. --publish writes them into docs/cuda.md.
 Exit status 1 where a step failed, 2 where nothing could be run.
 """
@@ -12,20 +12,330 @@ Exit status 1 where a step failed, 2 where nothing could be run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import re
+import resource
+import shutil
+import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import on_gpu_machine
-import on_gpu_page
-from on_gpu_run import run_step
-from on_gpu_steps import BUILD, ROOT, Step, steps
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "on_gpu"
+# What is run is a copy: the tree's own package may hold the module of another torch.
+TREE = BUILD / "tree"
+PAGE = ROOT / "docs" / "cuda.md"
+# Kept in the tree once there is one: the page follows from it.
+RESULTS = ROOT / "benchmarks" / "results" / "on_gpu.json"
+NOTHING = "nothing yet"
+HEAD = "| part | step | on hardware | otherwise |"
+# In the environment of whatever a step starts, so that all of it can be found and ended.
+MARK = "MESHCAST_ON_GPU_STEP"
+SHOWN = 160  # characters of an error in the table
+FOLDERS = ("python", "tests", "benchmarks", "examples", "tools", "docs")
+FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE")
+OURS = ("_C.*.so", "_build_info.py")
+
+
+@dataclass(frozen=True)
+class Command:
+    """words: run in TREE. needs_gpu: left out by --dry. refusal: a text in its output that says that the
+    machine refuses this, which is a result and no failure."""
+
+    words: tuple[str, ...]
+    needs_gpu: bool = False
+    refusal: str | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """limit_s: of all commands together; what runs then is killed, and costs no other step."""
+
+    name: str
+    what: str
+    limit_s: float
+    commands: tuple[Command, ...]
+
+
+def python(*words: str, needs_gpu: bool = False) -> Command:
+    return Command((sys.executable, "-W", "ignore", *words), needs_gpu)
+
+
+def pytest(*paths: str, needs_gpu: bool = False) -> Command:
+    """JUNIT stands for the file that the results go to."""
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=JUNIT", *paths)
+    return python(*words, needs_gpu=needs_gpu)
+
+
+def torchrun(ranks: int, *words: str) -> Command:
+    return python(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *words, needs_gpu=True
+    )
+
+
+def sanitizer(tool: str) -> Command:
+    """Some of the kernels' tests: under a sanitizer each launch takes a hundred times as long."""
+    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    chosen = "many_boxes or graph or refused or (reductions and (float32 or int8)) or (casts and bfloat16)"
+    words = (program, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20", *pytest("-x").words)
+    return Command((*words, "-k", chosen, "tests/cuda/test_kernels.py"), True, "Device not supported")
+
+
+def steps() -> list[Step]:
+    figures = str(BUILD / "figures")
+    kernels = pytest("tests/cuda/test_kernels.py", "tests/cuda/test_kernel_limits.py", needs_gpu=True)
+    return [
+        Step(
+            "build",
+            "the flavour for this torch",
+            600,
+            (Command((sys.executable, str(Path(__file__).resolve()), "--build")),),
+        ),
+        Step(
+            "import",
+            "import, doctor, kernels, a reshard between CPU ranks",
+            120,
+            (python("tools/cuda_check.py"), python("-m", "meshcast", "doctor")),
+        ),
+        Step("kernels", "kernels against torch", 120, (kernels,)),
+        Step(
+            "ipc",
+            "ranks on one GPU over CUDA IPC, and one for each",
+            300,
+            (pytest(*(f"tests/cuda/test_{name}.py" for name in ("ipc", "reshard", "review"))),),
+        ),
+        Step("mixed", "between CPUs and GPUs", 120, (pytest("tests/cuda/test_mixed.py"),)),
+        Step("casts", "to another dtype", 120, (pytest("tests/cuda/test_casts.py"),)),
+        Step("pipeline", "pipelines, GPT and U-Transformer", 300, (pytest("tests/cuda/test_pipeline.py"),)),
+        Step(
+            "backend",
+            "backend, state dicts, compiled functions",
+            240,
+            (pytest("tests/cuda/test_backend.py", "tests/cuda/test_wiring.py"),),
+        ),
+        Step(
+            "sanitizer",
+            "memcheck, racecheck, initcheck on the kernels",
+            300,
+            tuple(sanitizer(tool) for tool in ("memcheck", "racecheck", "initcheck")),
+        ),
+        Step(
+            "figures",
+            "rates of kernels and of CUDA IPC, a matrix product beside a reshard",
+            300,
+            (
+                python("-m", "benchmarks.cuda_kernels", "--out", f"{figures}/kernels.json", needs_gpu=True),
+                torchrun(2, "-m", "benchmarks.cuda_ipc", "--out", f"{figures}/ipc_2.json"),
+                torchrun(4, "-m", "benchmarks.cuda_ipc", "--out", f"{figures}/ipc_4.json"),
+                torchrun(2, "-m", "benchmarks.cuda_beside", "--out", f"{figures}/beside.json"),
+            ),
+        ),
+    ]
+
+
+def environment(dry: bool, step: Step) -> dict[str, str]:
+    """DEVICE=cpu puts the cases on the CPU, where they show that they are right themselves."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{TREE / 'python'}:{TREE}",
+        "MESHCAST_WORLD_LIMIT": str(step.limit_s * 0.6),
+    }
+    env |= {"DEVICE": "cpu"} if dry else {"MESHCAST_REQUIRE_CUDA": "1"}
+    if dry:
+        env.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
+    return env
+
+
+def copy_tree() -> None:
+    """The module that was built stays."""
+    os.chdir(ROOT)  # this may run in the folder that is replaced
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "out", *OURS)
+    package = TREE / "python" / "meshcast"
+    kept = [(path.name, path) for pattern in OURS for path in package.glob(pattern)]
+    beside = BUILD / "tree.new"
+    shutil.rmtree(beside, ignore_errors=True)
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, beside / folder, ignore=ignored)
+    for name in FILES:
+        shutil.copy2(ROOT / name, beside / name)
+    for name, path in kept:
+        shutil.move(path, beside / "python" / "meshcast" / name)
+    shutil.rmtree(TREE, ignore_errors=True)
+    beside.rename(TREE)
+
+
+def cmake() -> None:
+    generator = "Ninja" if shutil.which("ninja") else "Unix Makefiles"
+    options = [f"-DPython_EXECUTABLE={sys.executable}", "-DMESHCAST_BUILD_TESTS=OFF"]
+    options.append(f"-DMESHCAST_MODULE_DIR={TREE / 'python' / 'meshcast'}")
+    options.append(f"-DMESHCAST_WERROR={os.environ.get('WERROR', 'OFF')}")
+    options.append(f"-DMESHCAST_CUDA={os.environ.get('MESHCAST_CUDA', 'AUTO')}")
+    if shutil.which("ccache"):
+        options.append("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
+    folder = str(BUILD / "cmake")
+    subprocess.run(["cmake", "-S", str(ROOT), "-B", folder, "-G", generator, *options], check=True)
+    jobs = os.environ.get("JOBS") or str(len(os.sched_getaffinity(0)))
+    subprocess.run(["cmake", "--build", folder, "-j", jobs, "--target", "_C"], check=True)
+
+
+def build_tree() -> None:
+    """Copies the package, its tests and its benchmarks to TREE, and builds the module there: the flavour of
+    MESHCAST_CUDA, for the architecture of the GPU or TORCH_CUDA_ARCH_LIST. Compiles only what has changed."""
+    begin = time.monotonic()
+    BUILD.mkdir(parents=True, exist_ok=True)
+    copy_tree()
+    try:
+        cmake()
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"on-gpu: build: {error.cmd[0]} ended with status {error.returncode}; its output is above")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = used.ru_utime + used.ru_stime
+    print(f"on-gpu: build: {time.monotonic() - begin:.0f} s, {cpu:.0f} s of CPU")
+
+
+def run_step(step: Step, dry: bool, log: TextIO) -> dict[str, Any]:
+    """Runs the commands one after another; what one of them leaves undone, the next still does."""
+    result: dict[str, Any] = {"name": step.name, "what": step.what, "passed": 0, "failed": 0, "skipped": 0}
+    result |= {"not_run": [], "first_error": None, "timed_out": False}
+    begin = time.monotonic()
+    (BUILD / "figures").mkdir(parents=True, exist_ok=True)
+    for command in step.commands:
+        words = " ".join(command.words)
+        if dry and command.needs_gpu:
+            result["not_run"].append("needs a GPU")
+            continue
+        left = step.limit_s - (time.monotonic() - begin)
+        log.write(f"\n==== {step.name}: {words}\n")
+        log.flush()
+        _run(command, step, dry, left, log, result)
+    result["not_run"] = sorted(set(result["not_run"]))
+    result["seconds"] = round(time.monotonic() - begin, 1)
+    return result
+
+
+def _run(command: Command, step: Step, dry: bool, left: float, log: TextIO, result: dict[str, Any]) -> None:
+    junit = BUILD / "junit.xml"
+    junit.unlink(missing_ok=True)
+    words = [word.replace("JUNIT", str(junit)) for word in command.words]
+    output = BUILD / "output"
+    mark = f"{os.getpid()}.{time.monotonic_ns()}"
+    env = environment(dry, step) | {MARK: mark}
+    place = TREE if TREE.exists() else ROOT
+    with output.open("w") as sink:
+        try:
+            process = subprocess.Popen(
+                words,
+                cwd=place,
+                env=env,
+                stdout=sink,
+                stderr=sink,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            result["not_run"].append(f"{words[0]}: {error.strerror}")
+            return
+        try:
+            status: int | None = process.wait(max(left, 0.0))
+        except subprocess.TimeoutExpired:
+            status = None
+        end_all(mark)
+        process.wait()
+    said = output.read_text(errors="replace")
+    log.write(said)
+    if command.refusal and command.refusal in said:
+        result["not_run"].append(f"refused: {command.refusal}")
+        return
+    problem = _count(junit, result) if junit.exists() else None
+    if not junit.exists() and status == 0:
+        result["passed"] += 1
+    if status is None:
+        result["timed_out"] = True
+        problem = f"over its limit of {step.limit_s:.0f} s"
+    if status != 0 and (problem is None or not junit.exists()):
+        result["failed"] += 1
+        problem = problem or _last_line(said) or f"exit status {status}"
+    if problem and result["first_error"] is None:
+        result["first_error"] = re.sub(r"\s+", " ", problem)[:SHOWN]
+
+
+def end_all(mark: str) -> None:
+    """Ends every process that has the mark: a killed pytest leaves the ranks that it had started."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+
+
+def _count(junit: Path, result: dict[str, Any]) -> str | None:
+    """Adds pytest's results. The message of the first failure."""
+    first = None
+    for case in ElementTree.parse(junit).getroot().iter("testcase"):
+        problems = [*case.iter("failure"), *case.iter("error")]
+        if problems:
+            result["failed"] += 1
+            first = first or f"{case.get('name')}: {problems[0].get('message', '')}"
+        elif (skipped := next(case.iter("skipped"), None)) is not None:
+            result["skipped"] += 1
+            result["not_run"].append(skipped.get("message", "skipped"))
+        else:
+            result["passed"] += 1
+    return first
+
+
+def _last_line(said: str) -> str:
+    lines = [line for line in said.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def published(page: str, results: dict[str, Any] | None) -> str:
+    """The page with the column filled in: a row says what the last run of its step brought, and where."""
+    lines = page.split("\n")
+    try:
+        first = lines.index(HEAD) + 2
+    except ValueError:
+        raise SystemExit(f"on-gpu: docs/cuda.md has no line {HEAD!r}") from None
+    for number in range(first, len(lines)):
+        if not lines[number].startswith("|"):
+            break
+        cells = re.split(r"(?<!\\)\|", lines[number])
+        cells[3] = f" {_cell(cells[2].strip().strip('`'), results)} "
+        lines[number] = "|".join(cells)
+    return "\n".join(lines)
+
+
+def _cell(step: str, results: dict[str, Any] | None) -> str:
+    if step == "none":
+        return "does not apply"
+    found = next((each for each in (results or {}).get("steps", []) if each["name"] == step), None)
+    if found is None or results is None or results["head"]["dry"]:
+        return NOTHING
+    head = results["head"]
+    machine = head["machine"]
+    counts = f"{found['passed']} passed" + (f", {found['failed']} failed" if found["failed"] else "")
+    missing = f"; not run: {', '.join(found['not_run'])}" if found["not_run"] else ""
+    missing = missing.replace("|", "\\|").replace("\n", " ")
+    return (
+        f"{counts}{missing} ({head['commit']}, {head['date']}, {machine['gpu']}, driver {machine['driver']})"
+    )
+
+
+def publish(source: Path) -> None:
+    results = json.loads(source.read_text())
+    if results["head"]["dry"]:
+        sys.exit(f"on-gpu: {source} is of a dry run: nothing of it is of hardware")
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    PAGE.write_text(published(PAGE.read_text(), results))
 
 
 def stop(reason: str) -> NoReturn:
@@ -38,6 +348,7 @@ def arguments(names: list[str]) -> argparse.Namespace:
         prog="tools/on_gpu.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dry", action="store_true", help="without a GPU, as far as each step goes")
+    parser.add_argument("--build", action="store_true", help="the first step: into build/on_gpu/tree")
     parser.add_argument("--list", action="store_true", help="print the steps and their limits")
     parser.add_argument("--from", dest="first", choices=names, metavar="STEP")
     parser.add_argument("--only", nargs="+", choices=names, metavar="STEP")
@@ -91,8 +402,11 @@ def row(result: dict[str, Any], dry: bool) -> str:
 def main() -> int:
     every = steps()
     args = arguments([step.name for step in every])
+    if args.build:
+        build_tree()
+        return 0
     if args.publish:
-        on_gpu_page.publish(args.publish)
+        publish(args.publish)
         return 0
     if args.list:
         for step in every:
@@ -120,7 +434,7 @@ def main() -> int:
             left = None if args.within is None else args.within - (time.monotonic() - begin)
             if left is not None and left < step.limit_s and ran:
                 limit = f"{step.name} may take {step.limit_s:.0f}"
-                print(f"on-gpu: {left:.0f} s are left, {limit}: go on with --from {step.name}")
+                print(f"on-gpu: {left:.0f} s are left, {limit}: continue with --from {step.name}")
                 break
             result = run_step(step, args.dry, log)
             results[step.name] = result

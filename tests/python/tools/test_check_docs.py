@@ -68,3 +68,24 @@ def test_the_table_for_contributors_has_the_same_words() -> None:
 
 def test_the_tree_has_none() -> None:
     assert check_docs.main([]) == 0
+
+
+@pytest.mark.parametrize("word", sorted(check_docs.NO_DOCSTRING))
+def test_each_beginning_is_found(word: str) -> None:
+    text = f'"""A module."""\n\n\ndef f():\n    """{word} is given."""\n'
+    assert check_docs.answers(text) == [(5, word)]
+
+
+def test_modules_and_classes_are_looked_at() -> None:
+    text = (
+        '"""What it is."""\n\n\nclass A:\n    """Of a thing."""\n\n    def f(self):\n        """Is it."""\n'
+    )
+    assert check_docs.answers(text) == [(1, "What"), (5, "Of")]
+
+
+def test_sentences_and_none_pass() -> None:
+    assert check_docs.answers('"""Ofen and whatever."""\n\n\ndef f():\n    pass\n') == []
+
+
+def test_the_package_has_none() -> None:
+    assert check_docs.answering() == []

@@ -29,9 +29,7 @@ def tool(name: str) -> ModuleType:
 
 
 machines = tool("on_gpu_machine")
-page = tool("on_gpu_page")
-runs = tool("on_gpu_run")
-table = tool("on_gpu_steps")
+kit = tool("on_gpu")
 
 GOOD = machines.Machine(
     python="3.12.3", cores=16, torch="2.11.0+cu130", torch_cuda="13.0", driver="580.159.04",
@@ -89,16 +87,15 @@ def test_without_a_gpu_nothing_is_built(tmp_path: Path) -> None:
 
 def test_a_second_copy_of_the_tree_keeps_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it runs in the first one, as the steps do."""
-    build = tool("on_gpu_build")
-    monkeypatch.setattr(build, "BUILD", tmp_path)
-    monkeypatch.setattr(build, "TREE", tmp_path / "tree")
-    build.copy_tree()
+    monkeypatch.setattr(kit, "BUILD", tmp_path)
+    monkeypatch.setattr(kit, "TREE", tmp_path / "tree")
+    kit.copy_tree()
     package = tmp_path / "tree" / "python" / "meshcast"
     assert not [*package.glob("_C.*.so"), *package.glob("_build_info.py")]
     (package / "_C.of-another.so").write_text("built")
     (package / "gone.py").write_text("of before")
     monkeypatch.chdir(tmp_path / "tree")
-    build.copy_tree()
+    kit.copy_tree()
     assert subprocess.run(["cmake", "--version"], capture_output=True, check=False).returncode == 0
     assert (package / "_C.of-another.so").read_text() == "built"
     assert not (package / "gone.py").exists()
@@ -107,14 +104,14 @@ def test_a_second_copy_of_the_tree_keeps_the_module(tmp_path: Path, monkeypatch:
 def run(
     step: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, dry: bool = True
 ) -> tuple[dict[str, Any], str]:
-    monkeypatch.setattr(runs, "BUILD", tmp_path)
-    monkeypatch.setattr(runs, "TREE", tmp_path / "tree")
+    monkeypatch.setattr(kit, "BUILD", tmp_path)
+    monkeypatch.setattr(kit, "TREE", tmp_path / "tree")
     log = io.StringIO()
-    return runs.run_step(step, dry, log), log.getvalue()
+    return kit.run_step(step, dry, log), log.getvalue()
 
 
 def shell(text: str, **options: Any) -> Any:
-    return table.Command(("bash", "-c", text), **options)
+    return kit.Command(("bash", "-c", text), **options)
 
 
 def test_what_a_step_started_ends_with_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +119,7 @@ def test_what_a_step_started_ends_with_its_limit(tmp_path: Path, monkeypatch: py
     file = tmp_path / "pid"
     commands = (shell(f"setsid sleep 60 & echo $! > {file}; echo begun; wait"), shell("echo after"))
     begin = time.monotonic()
-    result, log = run(table.Step("hangs", "", 2.0, commands), tmp_path, monkeypatch)
+    result, log = run(kit.Step("hangs", "", 2.0, commands), tmp_path, monkeypatch)
     assert time.monotonic() - begin < 30
     assert result["timed_out"] and "over its limit of 2 s" in result["first_error"]
     assert "begun" in log
@@ -139,9 +136,9 @@ def test_counts_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "import pytest\ndef test_a(): pass\ndef test_b(): assert 1 == 2, 'unlike'\n"
         "def test_c(): pytest.skip('no second GPU')\n"
     )
-    words = table.pytest("-c", "/dev/null", str(tests)).words
-    commands = (table.Command(words), shell("exit 0"), shell("echo broken; exit 3"))
-    result, log = run(table.Step("counts", "", 60.0, commands), tmp_path, monkeypatch)
+    words = kit.pytest("-c", "/dev/null", str(tests)).words
+    commands = (kit.Command(words), shell("exit 0"), shell("echo broken; exit 3"))
+    result, log = run(kit.Step("counts", "", 60.0, commands), tmp_path, monkeypatch)
     assert (result["passed"], result["failed"], result["skipped"]) == (2, 2, 1)
     assert result["first_error"].startswith("test_b: AssertionError: unlike")
     assert result["not_run"] == ["no second GPU"]
@@ -151,9 +148,9 @@ def test_counts_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_refusal_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = (
         shell("echo 'Error: Device not supported'; exit 1", needs_gpu=True, refusal="Device not supported"),
-        table.Command(("no-such-program",), True),
+        kit.Command(("no-such-program",), True),
     )
-    step = table.Step("sanitizer", "", 20.0, commands)
+    step = kit.Step("sanitizer", "", 20.0, commands)
     result, _ = run(step, tmp_path, monkeypatch, dry=False)
     assert (result["passed"], result["failed"]) == (0, 0)
     assert result["not_run"] == [
@@ -173,30 +170,30 @@ def results(dry: bool = False) -> dict[str, Any]:
 
 
 def test_the_table_is_that_of_the_results() -> None:
-    text = page.PAGE.read_text()
-    found = page.published(text, results())
+    text = kit.PAGE.read_text()
+    found = kit.published(text, results())
     cell = "38 passed, 1 failed; not run: one \\| two (abc1234, 2027-01-05, NVIDIA H100, driver 580.159.04)"
     rows = [
         line for line in text.split("\n") if re.match(r"\|[^|]*\| `ipc` \|", line) and "nothing yet" in line
     ]
     assert found.count(cell) == len(rows) > 3
-    assert page.published(found, None) == page.published(text, None)
-    assert page.published(text, results(dry=True)) == page.published(text, None)
+    assert kit.published(found, None) == kit.published(text, None)
+    assert kit.published(text, results(dry=True)) == kit.published(text, None)
 
 
 def test_the_page_has_what_was_run() -> None:
-    kept = json.loads(page.RESULTS.read_text()) if page.RESULTS.exists() else None
-    assert page.published(page.PAGE.read_text(), kept) == page.PAGE.read_text(), (
-        f"docs/cuda.md does not follow from {page.RESULTS.name}: run tools/on_gpu.sh --publish"
+    kept = json.loads(kit.RESULTS.read_text()) if kit.RESULTS.exists() else None
+    assert kit.published(kit.PAGE.read_text(), kept) == kit.PAGE.read_text(), (
+        f"docs/cuda.md does not follow from {kit.RESULTS.name}: run tools/on_gpu.sh --publish"
     )
 
 
 def test_every_row_names_a_step() -> None:
-    names = {step.name for step in table.steps()} | {"none"}
-    lines = page.PAGE.read_text().split("\n")
-    first = lines.index(page.HEAD) + 2
+    names = {step.name for step in kit.steps()} | {"none"}
+    lines = kit.PAGE.read_text().split("\n")
+    first = lines.index(kit.HEAD) + 2
     rows = lines[first : first + lines[first:].index("")]
     assert {row.split("|")[2].strip().strip("`") for row in rows} <= names
-    limits = {step.name: f"{step.limit_s / 60:.0f} min" for step in table.steps()}
-    described = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| (\d+ min) \|$", page.PAGE.read_text(), re.M))
+    limits = {step.name: f"{step.limit_s / 60:.0f} min" for step in kit.steps()}
+    described = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| (\d+ min) \|$", kit.PAGE.read_text(), re.M))
     assert described == limits
