@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import meshcast
 import pytest
 from meshcast.bench.methods import METHODS
+from multiproc.fork_server import environment, run
 from multiproc.harness import WorldResult, run_world
 
 pytestmark = [pytest.mark.timeout(420)]
@@ -53,13 +53,7 @@ def test_the_command_prints_what_it_measured_as_json() -> None:
     names = ["two ranks to the other two", "one rank to three"]
     options = ["--json", "--repeats", "2", "--seconds", "0.01", "--methods", "auto,DTensor parent mesh"]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    done = subprocess.run(
-        [*launch, "-m", "meshcast", "bench", *names, *options],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run([*launch, "-m", "meshcast", "bench", *names, *options], env=environment())
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     topology = meshcast.Topology.from_json(json.dumps(found["topology"]))
