@@ -14,6 +14,7 @@ shows the command and the variables of the server.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -230,6 +231,8 @@ def _run(request: dict[str, Any], descriptors: list[int]) -> None:
     tempfile.tempdir = None  # as TMPDIR is now
     if "PYTHONFAULTHANDLER" not in os.environ:
         faulthandler.disable()
+    if "triton" in sys.modules:  # it reports its objects that are frozen, and so left at the end, on stderr
+        atexit.register(gc.unfreeze)
     _program(request["arguments"])
     sys.exit()
 
