@@ -122,6 +122,7 @@ def test_a_frozen_process_is_named(start: Start, capsys: pytest.CaptureFixture[s
     """By the variables that it was started with, as /proc has them: those of a fork are its server's."""
     rank = start(process=subprocess.Popen, **RANK_3)
     os.kill(rank.pid, signal.SIGSTOP)
+    assert os.WIFSTOPPED(os.waitpid(rank.pid, os.WUNTRACED)[1])  # all of its threads have stopped
     assert main(["dump", str(rank.pid), "--limit", "0.2"]) == 1
     said = capsys.readouterr()
     assert f"rank 3, process {rank.pid}: no record: it does not answer" in said.out
