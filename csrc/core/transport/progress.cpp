@@ -1,6 +1,7 @@
 #include "transport/progress.h"
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -78,7 +79,6 @@ void Progress::add(Source& source) {
                                  [](const Entry& entry) { return !entry.source && entry.inside == 0; });
   if (free == entries_.end()) throw std::logic_error("Progress: too many sources");
   Entry entry;
-  entry.patience = source.patience();
   if (const auto fds = source.fds(); !fds.empty()) {
     entry.events = made(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
     for (const int fd : fds) {
@@ -212,7 +212,7 @@ bool Progress::each(std::unique_lock<std::mutex>& lock, Who who, const Call& cal
   for (size_t i = 0; i < count; ++i) {
     Entry& entry = *called[i].entry;
     any = any || called[i].answer;
-    entry.in_vain = called[i].answer ? 0 : std::min(entry.in_vain + 1, entry.patience);
+    entry.in_vain = called[i].answer ? 0 : std::min(entry.in_vain, std::numeric_limits<int>::max() - 1) + 1;
     if (--entry.inside == 0 && !entry.source) changed_->notify_all();
   }
   return any;
@@ -225,7 +225,7 @@ bool Progress::turns(std::unique_lock<std::mutex>& lock, Who who) {
 // A source that has had nothing for long does not keep anybody awake when another has.
 bool Progress::may_sleep_locked(Who who) const {
   return std::none_of(entries_.begin(), entries_.end(), [who](const Entry& entry) {
-    return entry.source && keeps(who, entry) && entry.in_vain < entry.patience;
+    return entry.source && keeps(who, entry) && entry.in_vain < entry.source->patience();
   });
 }
 

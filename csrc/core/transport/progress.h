@@ -43,11 +43,11 @@ class Source {
   // Called under a lock of Progress: these call nobody.
   virtual void disarm(Who /*who*/) {}
   virtual void kept_by(Keeper keeper) = 0;
+  virtual int patience() { return 1; }                  // turns in vain before whoever keeps it falls asleep
   virtual TimePoint due() { return TimePoint::max(); }  // when a turn is needed though nothing comes
   virtual std::vector<int> fds() { return {}; }         // always the same
   // Readable where the thread is to arm() the source, whoever keeps it: for what is rare. -1: there is none.
   virtual int alarm() { return -1; }
-  virtual int patience() { return 1; }  // turns in vain before whoever keeps it falls asleep
 };
 
 // Makes the messages of a process go on: one thread, and users' threads that wait anyway. While nothing happens
@@ -88,8 +88,7 @@ class Progress {
     int drivers = 0;
     int inside = 0;     // threads that call it
     Descriptor events;  // epoll: its fds(); none where it has none
-    int patience = 1;
-    int in_vain = 0;  // turns since something happened, up to that many
+    int in_vain = 0;    // turns since something happened, up to that many
   };
   // What one of the two sleeps on.
   struct Side {

@@ -2,16 +2,18 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
 #include <new>
 #include <stdexcept>
 
 #include <fcntl.h>
+#include <sched.h>
 #include <unistd.h>
 
 namespace meshcast {
 namespace {
 
-constexpr uint64_t kBellMagic = 0x6d6362656c6c3032;  // changes with the layout of ShmBell::Page
+constexpr uint64_t kBellMagic = 0x6d6362656c6c3033;  // changes with the layout of ShmBell::Page
 
 Descriptor copy_of(int fd) {
   const int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
@@ -24,7 +26,11 @@ Descriptor copy_of(int fd) {
 ShmBell::ShmBell(const Progress& progress)
     : memory_("meshcast-bell", sizeof(Page)),
       bells_{copy_of(progress.bell(Who::Thread)), copy_of(progress.bell(Who::Driver))} {
-  (new (memory_.base()) Page)->magic = kBellMagic;
+  auto* const page = new (memory_.base()) Page;
+  page->magic = kBellMagic;
+  cpu_set_t here;
+  static_assert(sizeof(here) == sizeof(page->cores));
+  if (sched_getaffinity(0, sizeof(here), &here) == 0) std::memcpy(page->cores.data(), &here, sizeof(here));
 }
 
 ShmBell::ShmBell(const std::vector<int>& peer)
@@ -34,6 +40,12 @@ ShmBell::ShmBell(const std::vector<int>& peer)
 }
 
 std::vector<int> ShmBell::fds() const { return {memory_.fd(), bells_[0].get(), bells_[1].get()}; }
+
+ShmBell::Cores ShmBell::cores() const {
+  Cores found;
+  for (size_t i = page().cores.size(); i-- > 0;) found = found << 64 | Cores(page().cores[i]);
+  return found;
+}
 
 void ShmBell::call(uint32_t group, ShmHalf half) {
   half_of(half).calls[group / 64 % kWords].fetch_or(uint64_t{1} << group % 64);

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <atomic>
+#include <bitset>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -33,6 +34,10 @@ class ShmBell {
   static constexpr size_t kFds = 3;
   std::vector<int> fds() const;  // that peers need; of this process
 
+  // CPUs on which the process could run when the bell was made; none where that is unknown.
+  using Cores = std::bitset<1024>;
+  Cores cores() const;
+
   // After the work has been published. Wakes who sleeps for that half, if anybody does.
   void call(uint32_t group, ShmHalf half);
 
@@ -46,6 +51,7 @@ class ShmBell {
   static constexpr uint32_t kWords = kMaxShmGroups / 64;
   struct Page {
     uint64_t magic = 0;
+    std::array<uint64_t, Cores{}.size() / 64> cores{};
     struct alignas(64) Half {
       std::atomic<uint32_t> sleeper{0};
       std::array<std::atomic<uint64_t>, kWords> calls{};

@@ -38,8 +38,24 @@ std::shared_ptr<ShmBell> ShmProgress::bell_of_peer(const std::vector<int>& fds) 
   std::erase_if(peers_, [](const auto& each) { return each.second.expired(); });
   auto& known = peers_[{memory.st_dev, memory.st_ino}];
   auto bell = known.lock();
-  if (!bell) known = bell = std::make_shared<ShmBell>(fds);
+  if (!bell) {
+    known = bell = std::make_shared<ShmBell>(fds);
+    patience_ = patience_locked();
+  }
   return bell;
+}
+
+// Where the processes have fewer cores than they are, who looks keeps the one it waits for from its core.
+int ShmProgress::patience_locked() const {
+  auto cores = bell_.cores();
+  size_t processes = 1;
+  for (const auto& each : peers_) {
+    const auto peer = each.second.lock();
+    if (!peer || peer->cores().none()) return kPatience;
+    cores |= peer->cores();
+    ++processes;
+  }
+  return cores.none() || processes <= cores.count() ? kPatience : 1;
 }
 
 ShmProgress::Place::Place(std::shared_ptr<ShmProgress> progress) : progress_(std::move(progress)) {

@@ -65,7 +65,7 @@ class ShmProgress final : public Source {
   void disarm(Who who) override;
   int alarm() override { return watched_.get(); }
   void kept_by(Keeper keeper) override;
-  int patience() override { return 256; }  // about 10 us: a peer that makes its next call is seen awake
+  int patience() override { return patience_; }
 
   const ShmBell& bell() const { return bell_; }
   // The bell of a peer's process, given what its ShmBell::fds() are here. One for all groups with that process.
@@ -75,6 +75,8 @@ class ShmProgress final : public Source {
   void help();
 
  private:
+  static constexpr int kPatience = 256;  // about 10 us: a peer that makes its next call is seen awake
+
   // Whose turn in a half it is. A thread that comes while another is inside leaves it to that one.
   struct Gate {
     bool taken = false;
@@ -91,6 +93,7 @@ class ShmProgress final : public Source {
   bool sleeps(Who who) const { return sleeps_[static_cast<size_t>(who)]; }
   void announce_locked();
   bool look();
+  int patience_locked() const;
 
   const Origin origin_;
   const std::shared_ptr<Progress> progress_;
@@ -102,6 +105,7 @@ class ShmProgress final : public Source {
   std::vector<Entry> entries_;                                             // by number
   std::map<std::pair<uint64_t, uint64_t>, std::weak_ptr<ShmBell>> peers_;  // by their memory
   std::array<std::atomic<uint32_t>, 2> cursors_{};                         // of each half
+  std::atomic<int> patience_{kPatience};
   // Written with the lock held. While the thread is awake and another drives, the sending is the thread's.
   std::atomic<Keeper> keeper_{Keeper::Thread};
   std::array<std::atomic<bool>, 2> sleeps_{};  // as of Who

@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -366,4 +367,58 @@ TEST_CASE("shared memory: two processes exchange messages, and the death of one 
   CHECK_FALSE(never.wait());
   CHECK(never.failed);
   for (const int fd : {there[0], there[1], back[0], back[1]}) close(fd);
+}
+
+namespace {
+
+// The calling thread, and what it starts, runs on one core: that with this number among its own.
+class OnCore {
+ public:
+  explicit OnCore(int number) {
+    sched_getaffinity(0, sizeof(before_), &before_);
+    int core = 0;
+    while (!CPU_ISSET(core, &before_) || number-- > 0) ++core;
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(core, &one);
+    sched_setaffinity(0, sizeof(one), &one);
+  }
+  ~OnCore() { sched_setaffinity(0, sizeof(before_), &before_); }
+  OnCore(const OnCore&) = delete;
+  OnCore& operator=(const OnCore&) = delete;
+
+  const cpu_set_t& before() const { return before_; }
+
+ private:
+  cpu_set_t before_;
+};
+
+}  // namespace
+
+TEST_CASE("processes with a core each look before they sleep, those that share one do not", "[shm][progress]") {
+  const auto process = [](int core) {
+    const OnCore there(core);
+    return std::make_shared<ShmProgress>(std::make_shared<Progress>());
+  };
+  const auto first = process(0);
+  const auto beside = process(0);
+  CHECK(first->bell().cores().count() == 1);
+  const int alone = first->patience();
+  CHECK(alone > 1);
+  {
+    const auto bell = first->bell_of_peer(beside->bell().fds());
+    CHECK(first->patience() == 1);
+    CHECK(first->bell_of_peer(beside->bell().fds()) == bell);  // the same process in another group
+    CHECK(first->patience() == 1);
+  }
+  CHECK(beside->patience() == alone);  // it does not know the first
+  if (const OnCore there(0); CPU_COUNT(&there.before()) < 2) {
+    WARN("one core: processes with a core each NOT checked");
+    return;
+  }
+  const auto apart = process(1);
+  const auto bell = first->bell_of_peer(apart->bell().fds());  // the bell of `beside` is not held any longer
+  CHECK(first->patience() == alone);
+  const auto third = first->bell_of_peer(beside->bell().fds());
+  CHECK(first->patience() == 1);
 }
