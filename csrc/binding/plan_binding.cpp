@@ -2,6 +2,11 @@
 #include <cstring>
 #include <memory>
 #include <tuple>
+#include <utility>
+
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 #include <pybind11/stl.h>
 
@@ -12,6 +17,7 @@
 #include "plan/bound/filling.h"
 #include "plan/figures.h"
 #include "plan/plan.h"
+#include "plan/stack.h"
 #include "plan/staging.h"
 
 namespace meshcast {
@@ -165,7 +171,16 @@ std::shared_ptr<Plan> plan_from(const std::vector<ProblemTuple>& tuples, const T
     problems.push_back(Problem{shape, element_bytes, src, dst});
   const PlanOptions options{parse_strategy(strategy), parse_balance(balance), chunk_bytes, seed};
   const py::gil_scoped_release release;
-  return std::make_shared<Plan>(make_plan(problems, topology, options));
+  auto [plan, stacks] = make_stacked_plan(problems, topology, options);
+  if (!stacks.empty()) {
+#ifdef __GLIBC__
+    // The search leaves some 300 MiB of small free blocks behind a million hops, and single tensors take as
+    // much.
+    malloc_trim(0);
+#endif
+    unstack(stacks, problems, &plan);
+  }
+  return std::make_shared<Plan>(std::move(plan));
 }
 
 // One field of an array of structs, read in place through the buffer protocol (memoryview, numpy.asarray). It

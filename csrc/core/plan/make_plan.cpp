@@ -1,10 +1,6 @@
 #include <algorithm>
 #include <string>
 
-#ifdef __GLIBC__
-#include <malloc.h>
-#endif
-
 #include "common/error.h"
 #include "plan/best_plan.h"
 #include "plan/bound/bound.h"
@@ -181,18 +177,6 @@ Draft make_draft(Strategy strategy, const Inputs& in) {
   throw LayoutError(std::string("strategy ") + to_string(strategy) + " has no fixed routes");
 }
 
-// A draft with chunks that keep to the goal for staging, if the size is ours to choose: made once to see how
-// much there is, and once more where that is too much.
-template <typename Make>
-Draft make_fitting(const Make& make, bool fixed_chunk, Inputs* in) {
-  Draft draft = make(*in);
-  if (fixed_chunk) return draft;
-  const int64_t smaller = shrink_chunks(*in, draft.chunks, peak_staging(in->problems, in->tasks, draft));
-  if (smaller == 0) return draft;
-  in->chunk_bytes = smaller;
-  return make(*in);
-}
-
 // Whether plain sends are so many, joined or not, that they are offered in rotation before anything is
 // scheduled.
 bool rotates_first(const Inputs& in) {
@@ -215,41 +199,6 @@ bool comes_from_one(const Inputs& in) {
                      [&](const Bundle& bundle) { return in.lead(bundle).holders.size() == 1; });
 }
 
-// Offers plain sends in rotation, which take a tenth of the time of a schedule to make. Returns whether they
-// meet the bound, which ends the search; else they are not kept, since their turn comes later.
-bool rotation_meets_bound(Inputs in, bool fixed_chunk, BestPlan* best) {
-  Draft draft = make_fitting(draft_rotation, fixed_chunk, &in);
-  if (!best->may_meet_bound(draft, in.network)) return false;
-  const BestPlan::State before = best->save();
-  best->offer_in_order(Strategy::SendRecv, std::move(draft), in.network);
-  if (best->meets_bound(in.network)) return true;
-  best->restore(before);
-  return false;
-}
-
-// Offers plain sends in rotation, where their order alone could keep them from being good. As for the search
-// among trees, which may have been tried before: its plan has to be well ahead.
-void offer_rotation(Inputs in, bool fixed_chunk, BestPlan* best, Plan* plan) {
-  if (best->good() || in.reduces()) return;
-  Draft draft = make_fitting(draft_rotation, fixed_chunk, &in);
-  if (!best->may_be_good(draft, in.network)) return;
-  if (plan->strategy != Strategy::Multicast) {
-    best->offer_in_order(Strategy::SendRecv, std::move(draft), in.network);
-    return;
-  }
-  const BestPlan::State before = best->save();
-  best->restore({});
-  best->offer_in_order(Strategy::SendRecv, std::move(draft), in.network);
-  if (!before.empty && is_well_ahead(before.plan.makespan_ns, plan->makespan_ns)) best->restore(before);
-}
-
-// The same with copies inside hosts, where many senders have something for all ranks of each.
-void offer_rotation_with_copies(Inputs in, bool fixed_chunk, BestPlan* best) {
-  if (best->good() || in.reduces()) return;
-  Draft draft = make_fitting(draft_rotation_with_copies, fixed_chunk, &in);
-  if (best->may_win(draft, in.network)) best->offer_in_order(Strategy::Multicast, std::move(draft), in.network);
-}
-
 // Of one bundle.
 size_t most_receiving_hosts(const Inputs& in) {
   size_t most = 0;
@@ -265,26 +214,121 @@ size_t most_receiving_hosts(const Inputs& in) {
   return most;
 }
 
-// Offers chunks that are finer than usual where NICs are slow: with many hosts in a row, filling costs more
-// than messages do there. Trees alone: one chain through all ranks has as many stops as there are, and each
-// costs more than the model knows (docs/benchmarks.md).
-void offer_finer(Inputs in, const PortDemand& ports, BestPlan* best, Plan* plan) {
-  const int64_t finest = finest_chunk_bytes(in.network);
-  if (best->good() || in.reduces() || finest == kSmallestChunk || most_receiving_hosts(in) < kManyHosts) return;
-  in.chunk_bytes = std::max(finest, in.chunk_bytes / kFinest);
-  if (count_hops(in.chunk_bytes, in.tasks, in.bundles) > kRetryHops) return;
-  add_multicast(in, ports, true, false, best, plan);
-}
+// A search for the best plan of plan->tasks among the strategies that are asked for: offers, one after the
+// other. Each has the chunks that it would have alone.
+class Search {
+ public:
+  // most: hops, where this is one of many islands, else 0.
+  Search(Inputs in, const PortDemand& ports, int64_t most, Plan* plan)
+      : in_(std::move(in)),
+        ports_(ports),
+        plan_(plan),
+        best_(plan),
+        asked_(plan->options.strategy),
+        balance_(plan->options.balance),
+        fixed_chunk_(plan->options.chunk_bytes > 0),
+        chunk_bytes_(in_.chunk_bytes),
+        hops_(count_hops(chunk_bytes_, in_.tasks, in_.bundles)),
+        large_(count_gather_hops(in_) > kRetryHops),
+        to_one_(goes_to_one(in_)),
+        rotates_first_(rotates_first(in_)) {
+    if (searches() && most == 0)
+      islands_ = find_islands(in_.tasks, in_.bundles, in_.problems, plan->topology, in_.network);
+  }
 
-// Offers a rotation for each layer of a batch.
-void offer_layers(Inputs in, bool fixed_chunk, BestPlan* best) {
-  if (best->good() || in.reduces()) return;
-  const Layers layers(in);
-  Draft draft = make_fitting([&](const Inputs& now) { return layers.draft(now); }, fixed_chunk, &in);
-  if (!draft.hops.empty()) best->offer_in_order(Strategy::Multicast, std::move(draft), in.network);
-}
+  void run();
 
-void find_best(Inputs in, const PortDemand& ports, int64_t most, Plan* plan);
+ private:
+  struct Offer {
+    bool (Search::*applies)() const;
+    bool (Search::*make)();  // answers whether the search ends with it
+  };
+  static const Offer kOffers[];
+
+  bool always() const { return true; }
+  bool searches() const { return asked_ == Strategy::Auto || asked_ == Strategy::Multicast; }
+  // What is good by now stays as it is.
+  bool wants_more() const { return !best_.good() && !in_.reduces(); }
+  bool may_gain() const { return searches() && wants_more(); }
+
+  // Where all hops are given, strategies differ in their order alone. Sends that meet the bound then end the
+  // search, scheduled or in rotation: the cheaper of these comes first.
+  bool ends_with_sends() const {
+    return to_one_ && comes_from_one(in_) && !rotates_first_ && asked_ == Strategy::Auto;
+  }
+  bool is_small() const { return hops_ <= kManyTasks; }
+  bool rotates_before_sends() const { return ends_with_sends() && !is_small(); }
+
+  bool has_islands() const { return !islands_.empty() && !best_.good(); }
+  bool has_many_islands() const { return has_islands() && hops_ > kRetryHops; }
+  bool has_layers_first() const { return may_gain() && rotates_first_; }
+  bool has_layers() const { return may_gain() && !rotates_first_; }
+  bool asks_for_sends() const { return asked_ == Strategy::SendRecv && wants_more(); }
+  bool has_many_hosts() const {
+    return may_gain() && !fixed_chunk_ && finest_chunk_bytes(in_.network) != kSmallestChunk &&
+           most_receiving_hosts(in_) >= kManyHosts;
+  }
+
+  // A draft with chunks that keep to the goal for staging, if the size is ours to choose: made once to see how
+  // much there is, and once more where that is too much.
+  template <typename Make>
+  Draft fitting(const Make& make) {
+    Draft draft = make(in_);
+    if (fixed_chunk_) return draft;
+    const int64_t smaller = shrink_chunks(in_, draft.chunks, peak_staging(in_.problems, in_.tasks, draft));
+    if (smaller == 0) return draft;
+    in_.chunk_bytes = smaller;
+    return make(in_);
+  }
+
+  bool offer_islands();
+  bool offer_rotation_at_bound();
+  bool offer_strategies();
+  void offer_strategy(Strategy strategy);
+  bool offer_rotation();
+  bool offer_layers();
+  bool offer_finer();
+  bool offer_other_orders();
+  bool offer_rotation_with_copies();
+  bool offer_pipelines();
+
+  Inputs in_;  // chunk_bytes and balance: of the offer
+  const PortDemand& ports_;
+  Plan* const plan_;
+  BestPlan best_;
+  const Strategy asked_;
+  const Balance balance_;
+  const bool fixed_chunk_;
+  const int64_t chunk_bytes_;
+  const int64_t hops_;
+  // Where one gather alone would use up all attempts, strategies are tried from the cheapest on.
+  const bool large_;
+  const bool to_one_;
+  const bool rotates_first_;
+  std::vector<IslandKind> islands_;
+};
+
+// In this order. What each is for: docs/benchmarks.md.
+const Search::Offer Search::kOffers[] = {
+    {&Search::has_many_islands, &Search::offer_islands},
+    {&Search::rotates_before_sends, &Search::offer_rotation_at_bound},
+    {&Search::has_layers_first, &Search::offer_layers},
+    {&Search::always, &Search::offer_strategies},
+    {&Search::has_many_hosts, &Search::offer_finer},
+    {&Search::searches, &Search::offer_other_orders},
+    {&Search::asks_for_sends, &Search::offer_rotation},
+    {&Search::has_layers, &Search::offer_layers},
+    {&Search::may_gain, &Search::offer_rotation_with_copies},
+    {&Search::may_gain, &Search::offer_pipelines},
+    {&Search::has_islands, &Search::offer_islands},
+};
+
+void Search::run() {
+  for (const Offer& offer : kOffers) {
+    in_.chunk_bytes = chunk_bytes_;
+    if ((this->*offer.applies)() && (this->*offer.make)()) return;
+  }
+}
 
 // Plans plan->tasks, which are not empty, in at most about `most` hops; 0 for as many as there may be.
 void plan_tasks(const Network& network, int64_t most, Plan* plan) {
@@ -303,124 +347,158 @@ void plan_tasks(const Network& network, int64_t most, Plan* plan) {
       ports.bound_ns,  fit_chunk_bytes(chunk, plan->tasks, bundles, most > 0 ? std::min(most, hops) : hops),
       options.balance, options.seed,
       ports.ways,      &reductions};
-  find_best(in, ports, most, plan);
+  Search(std::move(in), ports, most, plan).run();
 }
 
-// Offers a plan of each kind of islands, again and again for those that are alike.
-void offer_islands(const Inputs& in, const std::vector<IslandKind>& kinds, BestPlan* best, const Plan& plan) {
+// A plan of each kind of islands, again and again for those of one kind.
+bool Search::offer_islands() {
   size_t islands = 0;
-  for (const IslandKind& kind : kinds) islands += kind.size();
+  for (const IslandKind& kind : islands_) islands += kind.size();
   std::vector<Plan> plans;
-  Strategy strategy = plan.strategy;
+  Strategy strategy = plan_->strategy;
   int64_t hops = 0;
   int64_t slowest = -1;
-  for (const IslandKind& kind : kinds) {
+  for (const IslandKind& kind : islands_) {
     Plan& one = plans.emplace_back();
-    one.problems = plan.problems;
-    one.topology = plan.topology;
-    one.options = plan.options;
-    one.tasks = tasks_of(kind.front(), in.tasks);
+    one.problems = plan_->problems;
+    one.topology = plan_->topology;
+    one.options = plan_->options;
+    one.tasks = tasks_of(kind.front(), in_.tasks);
     one.ranks = kind.front().ranks;
     std::sort(one.ranks.begin(), one.ranks.end());
     plan_tasks(Network(one.topology, one.ranks), kMostIslandHops / kFinest / static_cast<int64_t>(islands),
                &one);
     hops += static_cast<int64_t>(one.hops.size() * kind.size());
-    if (hops > kMostIslandHops) return;
+    if (hops > kMostIslandHops) return false;
     if (one.makespan_ns > slowest) strategy = one.strategy;
     slowest = std::max(slowest, one.makespan_ns);
   }
-  best->offer_in_order(strategy, join_islands(kinds, plans, in.tasks), in.network);
+  return best_.offer_in_order(strategy, join_islands(islands_, plans, in_.tasks), in_.network);
 }
 
-// Fills in the best plan of the strategies that are asked for. Each has the chunks that it would have alone.
-// most: hops, where this is one of many islands, else 0.
-void find_best(Inputs in, const PortDemand& ports, int64_t most, Plan* plan) {
-  const PlanOptions& options = plan->options;
-  const bool fixed_chunk = options.chunk_bytes > 0;
-  const int64_t chunk_bytes = in.chunk_bytes;
-  BestPlan best(plan);
-  const bool searches = options.strategy == Strategy::Auto || options.strategy == Strategy::Multicast;
-  std::vector<IslandKind> islands;
-  if (searches && most == 0)
-    islands = find_islands(in.tasks, in.bundles, in.problems, plan->topology, in.network);
-  if (!islands.empty() && count_hops(chunk_bytes, in.tasks, in.bundles) > kRetryHops) {
-    offer_islands(in, islands, &best, *plan);
-    if (!best.empty()) return;
-  }
-  // Where one gather alone would use up all attempts, strategies are tried from the cheapest on. Where each of
-  // many boxes goes to one rank, they differ in their order alone. In both cases the first good one will do.
-  const bool large = count_gather_hops(in) > kRetryHops;
-  const bool to_one = goes_to_one(in);
-  const bool alike = to_one && static_cast<int64_t>(in.tasks.size()) > kManyTasks;
-  const bool first = rotates_first(in);
-  // Where all hops are given, strategies differ in their order alone. Sends that meet the bound then end the
-  // search, scheduled or in rotation: the cheaper of these comes first.
-  const bool ends_early = to_one && comes_from_one(in) && !first && options.strategy == Strategy::Auto;
-  const bool few = count_hops(chunk_bytes, in.tasks, in.bundles) <= kManyTasks;
-  if (ends_early && !few && rotation_meets_bound(in, fixed_chunk, &best)) return;
-  if (searches && first) offer_layers(in, fixed_chunk, &best);
-  for (const Strategy strategy : candidates(options.strategy, large)) {
-    if ((large || alike) && best.good()) break;
-    in.chunk_bytes = chunk_bytes;
-    if (strategy != Strategy::Multicast) {
-      // Broadcast alone keeps the order that was asked for; here the cheap ones may be best, too. The search
-      // for one takes longest and has gained 0.03 % in one of 2,000 random pairs (docs/decisions.md).
-      std::vector<Balance> balances{options.balance};
-      if (strategy == Strategy::Broadcast && options.strategy == Strategy::Auto && !large) {
-        for (const Balance balance : {Balance::None, Balance::Size, Balance::Greedy})
-          if (balance != options.balance) balances.push_back(balance);
-      }
-      if (strategy == Strategy::SendRecv && first) {
-        offer_rotation(in, fixed_chunk, &best, plan);
-        if (best.good()) continue;
-      }
-      for (const Balance balance : balances) {
-        in.balance = balance;
-        in.chunk_bytes = chunk_bytes;
-        Draft draft =
-            make_fitting([&](const Inputs& now) { return make_draft(strategy, now); }, fixed_chunk, &in);
-        best.offer_once(strategy, std::move(draft), in.network);
-      }
-      in.balance = options.balance;
-      if (ends_early && strategy == Strategy::SendRecv) {
-        if (best.meets_bound(in.network)) return;
-        in.chunk_bytes = chunk_bytes;
-        if (few && rotation_meets_bound(in, fixed_chunk, &best)) return;
-      }
-    } else if (!best.good()) {
-      add_multicast(in, ports, fixed_chunk, large, &best, plan);
+// Plain sends in rotation, which take a tenth of the time of a schedule to make, where they meet the bound.
+// Else they are not kept, since their turn comes later.
+bool Search::offer_rotation_at_bound() {
+  Draft draft = fitting(draft_rotation);
+  if (!best_.may_meet_bound(draft, in_.network)) return false;
+  const BestPlan::State before = best_.save();
+  best_.offer_in_order(Strategy::SendRecv, std::move(draft), in_.network);
+  if (best_.meets_bound(in_.network)) return true;
+  best_.restore(before);
+  return false;
+}
+
+// Where each of many boxes goes to one rank, strategies differ in their order alone: the first good one will
+// do, and so it will where they are tried from the cheapest on.
+bool Search::offer_strategies() {
+  const bool first_good = large_ || (to_one_ && static_cast<int64_t>(in_.tasks.size()) > kManyTasks);
+  for (const Strategy strategy : candidates(asked_, large_)) {
+    if (first_good && best_.good()) break;
+    in_.chunk_bytes = chunk_bytes_;
+    if (strategy == Strategy::Multicast) {
+      if (!best_.good()) add_multicast(in_, ports_, fixed_chunk_, large_, &best_, plan_);
+      continue;
+    }
+    if (strategy == Strategy::SendRecv && rotates_first_) {
+      if (wants_more()) offer_rotation();
+      if (best_.good()) continue;
+    }
+    offer_strategy(strategy);
+    if (strategy == Strategy::SendRecv && ends_with_sends()) {
+      if (best_.meets_bound(in_.network)) return true;
+      in_.chunk_bytes = chunk_bytes_;
+      if (is_small() && offer_rotation_at_bound()) return true;
     }
   }
-  if (searches) {
-    in.chunk_bytes = chunk_bytes;
-    if (!fixed_chunk) offer_finer(in, ports, &best, plan);
-    best.urge(in.network);
-    best.improve(in.network);
+  return false;
+}
+
+// Broadcast alone keeps the order that was asked for; here the cheap ones may be best, too. The search for one
+// takes longest and has gained 0.03 % in one of 2,000 random pairs (docs/decisions.md).
+void Search::offer_strategy(Strategy strategy) {
+  std::vector<Balance> balances{balance_};
+  if (strategy == Strategy::Broadcast && asked_ == Strategy::Auto && !large_) {
+    for (const Balance balance : {Balance::None, Balance::Size, Balance::Greedy})
+      if (balance != balance_) balances.push_back(balance);
   }
-  // What is good by now stays as it is.
-  in.chunk_bytes = chunk_bytes;
-  if (options.strategy == Strategy::Auto || options.strategy == Strategy::SendRecv)
-    offer_rotation(in, fixed_chunk, &best, plan);
-  if (searches && !first) offer_layers(in, fixed_chunk, &best);
-  if (searches) offer_rotation_with_copies(in, fixed_chunk, &best);
-  if (searches) add_pipelines(in, fixed_chunk, &best, plan);
-  if (!islands.empty() && !best.good()) offer_islands(in, islands, &best, *plan);
+  for (const Balance balance : balances) {
+    in_.balance = balance;
+    in_.chunk_bytes = chunk_bytes_;
+    Draft draft = fitting([&](const Inputs& in) { return make_draft(strategy, in); });
+    best_.offer_once(strategy, std::move(draft), in_.network);
+  }
+  in_.balance = balance_;
+}
+
+// Plain sends in rotation, where their order alone could keep them from being good. As for the search among
+// trees, which may have been tried before: its plan has to be well ahead.
+bool Search::offer_rotation() {
+  Draft draft = fitting(draft_rotation);
+  if (!best_.may_be_good(draft, in_.network)) return false;
+  if (plan_->strategy != Strategy::Multicast) {
+    best_.offer_in_order(Strategy::SendRecv, std::move(draft), in_.network);
+    return false;
+  }
+  const BestPlan::State before = best_.save();
+  best_.restore({});
+  best_.offer_in_order(Strategy::SendRecv, std::move(draft), in_.network);
+  if (!before.empty && is_well_ahead(before.plan.makespan_ns, plan_->makespan_ns)) best_.restore(before);
+  return false;
+}
+
+// A rotation for each layer of a batch.
+bool Search::offer_layers() {
+  const Layers layers(in_);
+  Draft draft = fitting([&](const Inputs& in) { return layers.draft(in); });
+  if (!draft.hops.empty()) best_.offer_in_order(Strategy::Multicast, std::move(draft), in_.network);
+  return false;
+}
+
+// Chunks that are finer than usual where NICs are slow: with many hosts in a row, filling costs more than
+// messages do there. Trees alone: one chain through all ranks has as many stops as there are, and each costs
+// more than the model knows (docs/benchmarks.md).
+bool Search::offer_finer() {
+  in_.chunk_bytes = std::max(finest_chunk_bytes(in_.network), in_.chunk_bytes / kFinest);
+  if (count_hops(in_.chunk_bytes, in_.tasks, in_.bundles) <= kRetryHops)
+    add_multicast(in_, ports_, true, false, &best_, plan_);
+  return false;
+}
+
+bool Search::offer_other_orders() {
+  best_.urge(in_.network);
+  best_.improve(in_.network);
+  return false;
+}
+
+// Sends in rotation with copies inside hosts, where many senders have something for all ranks of each.
+bool Search::offer_rotation_with_copies() {
+  Draft draft = fitting(draft_rotation_with_copies);
+  if (best_.may_win(draft, in_.network))
+    best_.offer_in_order(Strategy::Multicast, std::move(draft), in_.network);
+  return false;
+}
+
+bool Search::offer_pipelines() {
+  add_pipelines(in_, fixed_chunk_, &best_, plan_);
+  return false;
 }
 
 }  // namespace
 
-Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, const PlanOptions& options) {
+StackedPlan make_stacked_plan(const std::vector<Problem>& problems, const Topology& topology,
+                              const PlanOptions& options) {
   validate(topology);
   if (options.chunk_bytes < 0) {
     throw LayoutError("chunk_bytes is " + std::to_string(options.chunk_bytes) + ", it must not be negative");
   }
-  Plan plan;
+  StackedPlan made;
+  auto& [plan, stacks] = made;
   plan.topology = topology;
   plan.options = options;
   plan.strategy = options.strategy == Strategy::Auto ? Strategy::SendRecv : options.strategy;
   // Phase 1: what has to move, and over which ports.
   // Tensors that are alike are planned as one where they would be too many one by one.
-  std::vector<Stack> stacks = stack_alike(problems);
+  stacks = stack_alike(problems);
   Demand demand;
   if (stacks.size() < problems.size()) {
     plan.problems = stacked_problems(stacks);
@@ -443,15 +521,13 @@ Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, c
   if (options.chunk_bytes == 0 && !plan.hops.empty()) join_chunks(&plan, network);
   // Over all that ranks must agree on. Times of hops are not in it, as they follow from what is.
   plan.hash = hash_plan(plan, stacks);
-  if (!stacks.empty()) {
-#ifdef __GLIBC__
-    // The search leaves some 300 MiB of small free blocks behind a million hops, and single tensors take as
-    // much.
-    malloc_trim(0);
-#endif
-    unstack(stacks, problems, &plan);
-  }
-  return plan;
+  return made;
+}
+
+Plan make_plan(const std::vector<Problem>& problems, const Topology& topology, const PlanOptions& options) {
+  auto [plan, stacks] = make_stacked_plan(problems, topology, options);
+  if (!stacks.empty()) unstack(stacks, problems, &plan);
+  return std::move(plan);
 }
 
 }  // namespace meshcast

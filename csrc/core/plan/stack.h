@@ -27,9 +27,18 @@ std::vector<Problem> stacked_problems(const std::vector<Stack>& stacks);
 bool too_large_apart(const std::vector<Stack>& stacks, const Demand& demand);
 
 // Turns a plan of stacks into one of `problems`: tasks, local copies and pieces are those of single tensors,
-// those of a stack one after the other. Chunks, hops and
-// times stay. Throws LayoutError beyond the most tasks
+// those of a stack one after the other. Chunks, hops and times stay. Throws LayoutError beyond the most tasks
 // or pieces.
 void unstack(const std::vector<Stack>& stacks, const std::vector<Problem>& problems, Plan* plan);
+
+// A plan before unstack(), and its stacks: none where the tensors are planned one by one.
+struct StackedPlan {
+  Plan plan;
+  std::vector<Stack> stacks;
+};
+
+// make_plan() but for its last step, unstack(): for callers that have something to do between the two.
+StackedPlan make_stacked_plan(const std::vector<Problem>& problems, const Topology& topology,
+                              const PlanOptions& options);
 
 }  // namespace meshcast
