@@ -348,7 +348,7 @@ class HostCall final : public Call {
     return group_->retract(call(), why, timeout_seconds(),
                            [weak = weak_from_this()]() -> std::optional<int64_t> {
                              const auto self = std::static_pointer_cast<Start>(weak.lock());
-                             return self ? self->life() : std::nullopt;
+                             return self ? self->generation() : std::nullopt;
                            });
   }
 

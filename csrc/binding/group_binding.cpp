@@ -189,7 +189,7 @@ void bind_groups(py::module_& m) {
              double timeout) { return self.refuse(lane, ordinal, why, checked_timeout(timeout)); },
           py::arg("lane"), py::arg("ordinal"), py::arg("why"), py::arg("timeout"), NoGil())
       .def("next_ordinal", &Group::next_ordinal, py::arg("lane"), NoGil())
-      .def_property_readonly("life", &Group::life)
+      .def_property_readonly("generation", &Group::generation)
       .def_property_readonly(
           "core", [](const Group& self) { return as_python(without_gil([&] { return self.core(); })); })
       .def(

@@ -51,7 +51,7 @@ int offset_in(PyFrameObject* frame) {
 // The innermost line outside of meshcast and torch in this thread; empty in a thread without one. A line costs
 // more the further down it is in its function, so it is looked up when it is shown.
 Flight::Site site_of_program() {
-  static auto& all = *new AllPassed;  // for the life of the process
+  static auto& all = *new AllPassed;  // for as long as the process runs
   py::object frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   while (frame) {
     auto* const at = reinterpret_cast<PyFrameObject*>(frame.ptr());
@@ -241,7 +241,8 @@ void bind_record(py::module_& m) {
       },
       py::arg("seconds"));
   m.def("observe_by", [](py::object told) {
-    observer_is_ours = told.attr("is_ours").cast<py::object>().release().ptr();  // for the life of the process
+    observer_is_ours =
+        told.attr("is_ours").cast<py::object>().release().ptr();  // for as long as the process runs
     observer_is_verbose = told.attr("is_verbose").cast<py::object>().release().ptr();
     observer = told.release().ptr();
   });

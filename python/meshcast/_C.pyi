@@ -339,7 +339,7 @@ class OpenRefusals:
     def close(self) -> None: ...
 
 class Group:
-    """The ranks of a private group, over all lives of their connections: see csrc/core/group/group.h."""
+    """The ranks of a private group, over all generations: see csrc/core/group/group.h."""
 
     def __init__(
         self,
@@ -351,15 +351,15 @@ class Group:
         kept: int,
         refusals: OpenRefusals,
     ) -> None:
-        """connector: see groups/private.py. kept: agreements that a life remembers. refusals: of the process
-        group."""
+        """connector: see groups/private.py. kept: agreements that a generation remembers. refusals: of the
+        process group."""
 
     def connect(self, timeout: float) -> None: ...
     def give_up_if_stuck(self) -> None: ...
     def refuse(self, lane: int, ordinal: int | None, why: str, timeout: float) -> Refusal: ...
     def next_ordinal(self, lane: int) -> int: ...
     @property
-    def life(self) -> int: ...
+    def generation(self) -> int: ...
     @property
     def core(self) -> GroupCore | None: ...
     def attached(self, key: str) -> Any: ...
@@ -390,7 +390,7 @@ class CallNumber:
     def core(self) -> GroupCore | None: ...
 
 class Transfer:
-    """The moves of a call, compiled once and agreed on in each life of the group."""
+    """The moves of a call, compiled once and agreed on in each generation of the group."""
 
     def __init__(
         self,
@@ -452,7 +452,7 @@ class Call:
         """Returns whether it runs, or has failed."""
 
     def make_final(self) -> None:
-        """From here on it does not begin once more in another life of its group."""
+        """From here on it does not begin once more in another generation of its group."""
 
     def when_settled(self, call: Callable[[], None]) -> None: ...
     def retract(self, why: str) -> Refusal | None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 CALLS = 150  # more than the board keeps of a rank
 MORE_KEYS = 12  # of the test itself, by which the ranks line up
 LATE_CALLS = 5
-# What stays of a life of the group, which a refused call ends where the others come to it late.
+# What stays of a generation of the group, which a refused call ends where the others come to it late.
 KEYS_OF_A_LIFE = 4
 
 
@@ -55,7 +55,7 @@ def late(rank: int, number: int) -> None:
 
 def lives() -> int:
     """Of all groups, so far. A busy machine may make others late in refuse() as well."""
-    return sum(group.life for group in parent_group(None, "test")._groups.values())
+    return sum(group.generation for group in parent_group(None, "test")._groups.values())
 
 
 def failed_calls_leave_nothing(context) -> dict:

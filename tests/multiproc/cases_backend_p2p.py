@@ -394,7 +394,7 @@ def ranks_of_a_host_share_memory(context) -> None:
             group = dist.new_group()
             exchange_all(context, group)
         expected = 2 * (len(sharing) - 1) if context.rank in sharing else 0
-        # What a rank has offered it drops with the letter of the other, which has come.
+        # What a rank has offered it drops with the address of the other, which has come.
         assert pipes() - before == expected, (mine, sharing)
         context.wait_for_all(f"counted {number}")
         dist.destroy_process_group(group)

@@ -251,7 +251,7 @@ def destroying_unmaps(context) -> None:
     assert regions() > 0
     context.wait_for_all("done")
     dist.destroy_process_group()
-    assert "memfd:meshcast" not in Path("/proc/self/maps").read_text(), "neither regions nor bells"
+    assert "memfd:meshcast" not in Path("/proc/self/maps").read_text(), "neither regions nor doorbells"
     assert "mc-progress" not in thread_names()
 
 

@@ -315,11 +315,11 @@ class Judge {
   }
 
   // Whether all that happens is that ranks refuse calls, and wait for each before they make the next: then all
-  // other calls succeed, over as many lives as that takes. Ranks that do not need the one that refused a call
-  // may be done with the next before they hear of it.
+  // other calls succeed, over as many generations as that takes. Ranks that do not need the one that refused a
+  // call may be done with the next before they hear of it.
   bool goes_on() const {
     if (!program_.faults.empty() || !all_wait() || late_up_to(program_.calls.size() - 1)) return false;
-    if (!program_.sides.empty()) return false;  // calls of other lanes that are in flight end with a life
+    if (!program_.sides.empty()) return false;  // calls of other lanes that are in flight end with a generation
     if (has_act({Act::Kind::OtherArguments, Act::Kind::NeverComes})) return false;
     return program_.joined;
   }

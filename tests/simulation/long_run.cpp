@@ -166,8 +166,8 @@ class Crowd {
 // Every other call is refused by one rank as it starts it, with the others in it.
 class Job {
  public:
-  explicit Job(int64_t lives)
-      : lives_(lives),
+  explicit Job(int64_t generations)
+      : generations_(generations),
         scheduler_(1),
         storage_(scheduler_),
         network_(scheduler_, kRanks, true),
@@ -179,11 +179,11 @@ class Job {
     try {
       for (int rank = 0; rank < kRanks; ++rank)
         scheduler_.start_in(process_of(rank), [this, rank] { live(rank); });
-      scheduler_.run(seconds(lives_ + 100));
+      scheduler_.run(seconds(generations_ + 100));
       for (int rank = 0; rank < kRanks; ++rank) scheduler_.end_process(process_of(rank));
-      out.text =
-          fmt::format("{} lives of {} ranks: after {} of them {} keys and {} KiB, at the end {} and {}", lives_,
-                      kRanks, early_.life, early_.keys, early_.bytes / 1024, late_.keys, late_.bytes / 1024);
+      out.text = fmt::format(
+          "{} generations of {} ranks: after {} of them {} keys and {} KiB, at the end {} and {}", generations_,
+          kRanks, early_.generation, early_.keys, early_.bytes / 1024, late_.keys, late_.bytes / 1024);
       if (late_.keys > early_.keys + kRanks) out.violation = "keys are left in the store";
       if (late_.bytes > early_.bytes + kMostBytes) out.violation = "memory grows";
     } catch (const std::exception& error) {
@@ -197,7 +197,7 @@ class Job {
   static constexpr int kRanks = 3;
   static constexpr size_t kMostBytes = 256 * 1024;
   struct Figures {
-    int64_t life = 0;
+    int64_t generation = 0;
     size_t keys = 0;
     size_t bytes = 0;
   };
@@ -209,16 +209,17 @@ class Job {
         std::make_shared<KnownOffers>(), 256);
     const auto transfer = std::make_shared<SimulatedTransfer>(
         group, 0, true, CompiledPlans{{"reshard", "a plan"}, plan_, nullptr});
-    for (int64_t life = 0; life < lives_; ++life) {
+    for (int64_t generation = 0; generation < generations_; ++generation) {
       call(transfer, false, std::nullopt);
-      const bool refuses = life % kRanks == rank;
+      const bool refuses = generation % kRanks == rank;
       call(transfer, refuses, refuses ? ErrorKind::Layout : ErrorKind::PlanMismatch);
       if (rank != 0) continue;
-      if (life == std::min<int64_t>(lives_ / 2, 100)) early_ = figures(life);
-      if (life == lives_ - 1) late_ = figures(life);
+      if (generation == std::min<int64_t>(generations_ / 2, 100)) early_ = figures(generation);
+      if (generation == generations_ - 1) late_ = figures(generation);
     }
     group->close(Clock::now() + seconds(2));
-    if (group->life() < lives_) throw Violation(fmt::format("only {} lives", group->life()));
+    if (group->generation() < generations_)
+      throw Violation(fmt::format("only {} generations", group->generation()));
   }
 
   static void call(const std::shared_ptr<SimulatedTransfer>& transfer, bool refuses,
@@ -236,12 +237,12 @@ class Job {
       throw Violation(fmt::format("a call ended with {}", error ? error->what() : "wrong bytes"));
   }
 
-  Figures figures(int64_t life) const {
+  Figures figures(int64_t generation) const {
     const Unwatched unwatched;
-    return {life, storage_.content().size(), mallinfo2().uordblks};
+    return {generation, storage_.content().size(), mallinfo2().uordblks};
   }
 
-  const int64_t lives_;
+  const int64_t generations_;
   Scheduler scheduler_;
   Storage storage_;
   Network network_;
@@ -253,6 +254,6 @@ class Job {
 }  // namespace
 
 Measured run_crowd(int ranks) { return Crowd(ranks).go(); }
-Measured run_lives(int64_t lives) { return Job(lives).go(); }
+Measured run_generations(int64_t generations) { return Job(generations).go(); }
 
 }  // namespace meshcast::simulation

@@ -14,8 +14,8 @@ struct Measured {
 // Ranks that make a first call, then one that takes five seconds, then one that a rank does not come to.
 Measured run_crowd(int ranks);
 
-// A job of three ranks in which every other call is refused, so that the group has so many lives: neither its
-// keys nor its memory grow.
-Measured run_lives(int64_t lives);
+// A job of three ranks in which every other call is refused, so that the group has so many generations: neither
+// its keys nor its memory grow.
+Measured run_generations(int64_t generations);
 
 }  // namespace meshcast::simulation

@@ -26,7 +26,7 @@ using namespace meshcast::simulation;
 
 constexpr const char* kUsage =
     "simulate [--programs N] [--seconds S] [--first-seed N] [--jobs J] [--progress] | --seed N [--shrink]\n"
-    "         | --crowd N | --lives N\n"
+    "         | --crowd N | --generations N\n"
     "  --programs N    programs to run, default 20000\n"
     "  --seconds S     goes on for so long, default 0\n"
     "  --first-seed N  default 1\n"
@@ -35,7 +35,7 @@ constexpr const char* kUsage =
     "  --seed N        one program: prints it and what came of it\n"
     "  --shrink        makes a program that fails smaller\n"
     "  --crowd N       so many ranks: what they ask of the store\n"
-    "  --lives N       so many lives of a group: what they leave behind\n";
+    "  --generations N       so many generations of a group: what they leave behind\n";
 
 std::string read_all(int fd) {
   std::string out;
@@ -252,8 +252,8 @@ int main(int argc, char** argv) {
       jobs = std::max<uint64_t>(1, static_cast<uint64_t>(number));
     } else if (option == "--crowd") {
       return show(run_crowd(static_cast<int>(number)));
-    } else if (option == "--lives") {
-      return show(run_lives(static_cast<int64_t>(number)));
+    } else if (option == "--generations") {
+      return show(run_generations(static_cast<int64_t>(number)));
     } else if (option == "--seed") {
       seed = static_cast<uint64_t>(number);
     } else {

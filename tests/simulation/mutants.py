@@ -97,7 +97,7 @@ MUTANTS = [
         "  for (size_t each = first; each < std::min(ranks_ - ranks_ / 4, first + kBits); ++each)\n",
     ),
     Mutant(
-        "group: a call that was refused in the last life is met for",
+        "group: a call that was refused in the last generation is met for",
         "group/group.cpp",
         "if (!objection || !objection->rejected ||",
         "if (true ||",
@@ -306,8 +306,8 @@ MUTANTS = [
     Mutant(
         "group: a call that others are done with begins",
         "group/group.cpp",
-        "if (first != life_.first.end() && *command->ordinal < first->second) {",
-        "if (first == life_.first.end() && *command->ordinal < 0) {",
+        "if (first != generation_.first.end() && *command->ordinal < first->second) {",
+        "if (first == generation_.first.end() && *command->ordinal < 0) {",
     ),
     Mutant(
         "group: ranks do not say which call they make next",
@@ -316,10 +316,10 @@ MUTANTS = [
         "if (refused_ || !refused_) return {};",
     ),
     Mutant(
-        "group: a stale life",
+        "group: a stale generation",
         "group/group.cpp",
-        "origin_of_lives_, ++lives_);",
-        "origin_of_lives_, lives_ = 1);",
+        "origin_of_generations_, ++generations_);",
+        "origin_of_generations_, generations_ = 1);",
     ),
     Mutant(
         "group: a call begins again behind later ones",
@@ -373,7 +373,7 @@ MUTANTS = [
         "if (false) return group;",
     ),
     Mutant(
-        "open refusals: a life that is over counts as up",
+        "open refusals: a generation that is over counts as up",
         "group/open_refusals.cpp",
         "(!refusal.prepares_ && group->is_over())",
         "false",

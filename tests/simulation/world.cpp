@@ -93,8 +93,8 @@ void Storage::become(Health health) {
 // One rank's end. What ends is told by a thread of its own.
 class Network::Endpoint final : public Transport, public std::enable_shared_from_this<Endpoint> {
  public:
-  Endpoint(Network& network, int rank, std::string life)
-      : network_(network), rank_(rank), life_(std::move(life)), told_(network.ranks_) {
+  Endpoint(Network& network, int rank, std::string generation)
+      : network_(network), rank_(rank), generation_(std::move(generation)), told_(network.ranks_) {
     teller_ = Thread([this] { tell(); });
   }
   ~Endpoint() override { Endpoint::shutdown(); }
@@ -135,11 +135,11 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
     for (size_t peer = 0; peer < told_.size(); ++peer) {
       if (static_cast<int>(peer) == rank_ || network_.link(rank_, static_cast<int>(peer)).cut) continue;
       network_.scheduler_.at(Clock::now() + delay(),
-                             [&network = network_, peer, from = rank_, why = why_, life = life_] {
+                             [&network = network_, peer, from = rank_, why = why_, generation = generation_] {
                                if (network.link(static_cast<int>(peer), from).cut ||
                                    network.silent_.count({from, static_cast<int>(peer)}))
                                  return;
-                               if (const auto other = network.end(life, static_cast<int>(peer)))
+                               if (const auto other = network.end(generation, static_cast<int>(peer)))
                                  other->peer_left(from, why);
                              });
     }
@@ -203,8 +203,9 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
           TransportError(TransportError::Cause::Closed, "the peer has left", told_[static_cast<size_t>(peer)]));
     if (!waiting.emplace(key, std::move(mine)).second)
       throw Violation(fmt::format("rank {}: two messages in flight have one key", rank_));
-    network_.scheduler_.at(Clock::now() + delay() + network_.lag_,
-                           [&network = network_, life = life_, key] { network.match(life, key); });
+    network_.scheduler_.at(
+        Clock::now() + delay() + network_.lag_,
+        [&network = network_, generation = generation_, key] { network.match(generation, key); });
   }
 
   void break_with(int peer, const TransportError& error) {
@@ -264,7 +265,7 @@ class Network::Endpoint final : public Transport, public std::enable_shared_from
 
   Network& network_;
   const int rank_;
-  const std::string life_;
+  const std::string generation_;
   Waiting sends_;
   Waiting recvs_;
   std::deque<Ended> ended_;
@@ -284,33 +285,33 @@ Network::Network(Scheduler& scheduler, int ranks, bool tells)
     : scheduler_(scheduler), tells_(tells), ranks_(static_cast<size_t>(ranks)) {}
 Network::~Network() = default;
 
-std::shared_ptr<Transport> Network::join(int rank, const std::string& life) {
-  auto made = std::make_shared<Endpoint>(*this, rank, life);
+std::shared_ptr<Transport> Network::join(int rank, const std::string& generation) {
+  auto made = std::make_shared<Endpoint>(*this, rank, generation);
   const Unwatched unwatched;
-  std::erase_if(lives_, [this](const auto& each) {  // those that all ranks have joined, and left
+  std::erase_if(generations_, [this](const auto& each) {  // those that all ranks have joined, and left
     const bool over =
         joined_[each.first] == ranks_ &&
         std::all_of(each.second.begin(), each.second.end(), [](const auto& end) { return end.expired(); });
     if (over) joined_.erase(each.first);
     return over;
   });
-  Ends& ends = lives_[life];
+  Ends& ends = generations_[generation];
   ends.resize(ranks_);
   ends[static_cast<size_t>(rank)] = made;
-  ++joined_[life];
+  ++joined_[generation];
   ranks_joined_.insert(rank);
   return made;
 }
 
-size_t Network::joined(const std::string& life) const {
+size_t Network::joined(const std::string& generation) const {
   const Unwatched unwatched;
-  const auto found = joined_.find(life);
+  const auto found = joined_.find(generation);
   return found == joined_.end() ? 0 : found->second;
 }
 
-std::shared_ptr<Network::Endpoint> Network::end(const std::string& life, int rank) const {
-  const auto found = lives_.find(life);
-  return found == lives_.end() ? nullptr : found->second[static_cast<size_t>(rank)].lock();
+std::shared_ptr<Network::Endpoint> Network::end(const std::string& generation, int rank) const {
+  const auto found = generations_.find(generation);
+  return found == generations_.end() ? nullptr : found->second[static_cast<size_t>(rank)].lock();
 }
 
 std::string Network::lost(int rank, int other) {
@@ -319,10 +320,10 @@ std::string Network::lost(int rank, int other) {
   return "the connection was lost";
 }
 
-void Network::match(const std::string& life, const Key& key) {
+void Network::match(const std::string& generation, const Key& key) {
   const auto& [from, to, number] = key;
-  const auto sender = end(life, from);
-  const auto receiver = end(life, to);
+  const auto sender = end(generation, from);
+  const auto receiver = end(generation, to);
   if (!sender || !receiver || link(from, to).cut || silent_.count({from, to})) return;
   const auto sent = sender->sends_.find(key);
   const auto received = receiver->recvs_.find(key);
@@ -348,9 +349,9 @@ void Network::cut(int one, int other, std::optional<Clock::duration> noticed) {
 
 void Network::notice(int one, int other) {
   link(one, other).noticed = true;
-  for (const auto& [life, ends] : lives_) {
-    if (const auto mine = end(life, one)) mine->lose(other);
-    if (const auto its = end(life, other)) its->lose(one);
+  for (const auto& [generation, ends] : generations_) {
+    if (const auto mine = end(generation, one)) mine->lose(other);
+    if (const auto its = end(generation, other)) its->lose(one);
   }
 }
 
@@ -360,13 +361,13 @@ void Network::kill(int rank, Clock::duration noticed) {
 }
 
 void Network::hang(int rank, Clock::duration lasts) {
-  for (const auto& [life, ends] : lives_)
-    if (const auto its = end(life, rank)) its->hang(lasts);
+  for (const auto& [generation, ends] : generations_)
+    if (const auto its = end(generation, rank)) its->hang(lasts);
 }
 
 size_t Network::in_flight() const {
   size_t out = 0;
-  for (const auto& [life, ends] : lives_)
+  for (const auto& [generation, ends] : generations_)
     for (const auto& each : ends)
       if (const auto its = each.lock()) out += its->pending();
   return out;

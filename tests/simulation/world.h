@@ -46,18 +46,18 @@ class Storage {
   uint64_t requests_ = 0;
 };
 
-// The network between the ranks of a group, in all its lives. Messages are matched by life, rank and key, and
-// take some time. A link may be cut, after which nothing arrives; a rank may die. Both ends learn of that after
-// a while, or never.
+// The network between the ranks of a group, in all its generations. Messages are matched by generation, rank
+// and key, and take some time. A link may be cut, after which nothing arrives; a rank may die. Both ends learn
+// of that after a while, or never.
 class Network {
  public:
   // tells: it hands on what a rank says as it leaves, and knows of lost ranks without a message.
   Network(Scheduler& scheduler, int ranks, bool tells);
   ~Network();
 
-  std::shared_ptr<Transport> join(int rank, const std::string& life);
-  bool has_joined(int rank) const { return ranks_joined_.count(rank) != 0; }  // any life
-  size_t joined(const std::string& life) const;  // ranks that have, also those that have left
+  std::shared_ptr<Transport> join(int rank, const std::string& generation);
+  bool has_joined(int rank) const { return ranks_joined_.count(rank) != 0; }  // any generation
+  size_t joined(const std::string& generation) const;  // ranks that have, also those that have left
   // Why a rank sees no more of another, where it does, and this network tells.
   std::string lost(int rank, int other);
   bool tells() const { return tells_; }
@@ -80,13 +80,13 @@ class Network {
 
   Link& link(int one, int other) { return links_[{std::min(one, other), std::max(one, other)}]; }
   void notice(int one, int other);
-  void match(const std::string& life, const Key& key);
-  std::shared_ptr<Endpoint> end(const std::string& life, int rank) const;
+  void match(const std::string& generation, const Key& key);
+  std::shared_ptr<Endpoint> end(const std::string& generation, int rank) const;
 
   Scheduler& scheduler_;
   const bool tells_;
   const size_t ranks_;
-  std::map<std::string, Ends> lives_;
+  std::map<std::string, Ends> generations_;
   std::map<std::string, size_t> joined_;
   std::set<int> ranks_joined_;
   std::map<std::pair<int, int>, Link> links_;

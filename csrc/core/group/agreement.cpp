@@ -142,7 +142,7 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
   MC_FAULT_POINT("agree");
 
   const auto take = [&](const Posting& posting) {
-    if (posting.rejected && decide(bulletin, call, Life::GoesOn) == Life::Over)
+    if (posting.rejected && decide(bulletin, call, Generation::GoesOn) == Generation::Over)
       raise_cause(await_cause(bulletin, deadline), group, call);
     check_posting(group, call, descriptor, posting);
     if (posting.rank == first) slot = posting.slot;
@@ -152,7 +152,8 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
     if (posting) take(*posting);
     return posting.has_value();
   };
-  // Where this life of the group ends: a rank that refused this call in it does not come to it in the next.
+  // Where this generation of the group ends: a rank that refused this call in it does not come to it in the
+  // next.
   const auto go_on = [&](const std::function<void()>& check) {
     try {
       check();

@@ -14,8 +14,9 @@
 
 namespace meshcast {
 
-// The store of a group's life. It tells since when a request waits for its answer, of one thread at a time, and
-// remembers which keys this rank is to erase: those that it has written, unless another rank erases them.
+// The store of a group's generation. It tells since when a request waits for its answer, of one thread at a
+// time, and remembers which keys this rank is to erase: those that it has written, unless another rank erases
+// them.
 class BoardStore final : public Store {
  public:
   explicit BoardStore(std::shared_ptr<Store> store) : store_(std::move(store)) {}

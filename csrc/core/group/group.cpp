@@ -70,17 +70,17 @@ Group::Group(GroupIdentity identity, std::shared_ptr<Connector> connector, std::
       kept_(kept),
       open_(std::move(open)),
       control_(control_executor()),
-      life_(kept) {}
+      generation_(kept) {}
 
 Group::~Group() {
   if (origin_.foreign()) return;
   end_left();
-  if (life_.core) life_.core->shutdown();
+  if (generation_.core) generation_.core->shutdown();
 }
 
 std::shared_ptr<GroupCore> Group::core() const {
   const std::lock_guard lock(mutex_);
-  return life_.core;
+  return generation_.core;
 }
 
 void Group::submit(const std::shared_ptr<Command>& command) {
@@ -97,7 +97,7 @@ std::shared_ptr<Refusal> Group::enqueue(std::shared_ptr<Command> command) {
   std::unique_lock lock(mutex_);
   if (!command->ordinal) command->ordinal = ordinals_[command->lane]++;
   const bool idle = !running_ && !has_thread_;
-  if (idle && life_.core) return begin_here(lock, std::move(command));
+  if (idle && generation_.core) return begin_here(lock, std::move(command));
   queue_.push_back(std::move(command));
   if (idle) start_thread(lock);
   return nullptr;
@@ -107,7 +107,7 @@ std::shared_ptr<Refusal> Group::begin_here(std::unique_lock<Mutex>& lock, std::s
   running_ = command;
   begun_ = Clock::now();
   const uint64_t turn = turn_;
-  const auto core = life_.core;
+  const auto core = generation_.core;
   lock.unlock();
   const Command::Begun begun = command->ready() ? command->begin(core, nullptr) : Command::Begun::Again;
   lock.lock();
@@ -136,7 +136,7 @@ void Group::start_thread(std::unique_lock<Mutex>& lock) {
 // All ranks are told at once, with what this thread can use, and may go on.
 void Group::fail_without_thread(std::unique_lock<Mutex>& lock) {
   const auto queue = std::exchange(queue_, {});
-  const auto core = life_.core;
+  const auto core = generation_.core;
   const auto failed = error_;
   lock.unlock();
   const std::system_error why(std::make_error_code(std::errc::resource_unavailable_try_again));
@@ -149,7 +149,7 @@ void Group::fail_without_thread(std::unique_lock<Mutex>& lock) {
       if (core)
         core->reject(each->call(), error.what());
       else if (!failed)
-        refuse_meeting(next_life().store, identity_.rank, std::string(), error.what());
+        refuse_meeting(next_generation().store, identity_.rank, std::string(), error.what());
     } catch (const std::exception&) {
       // The store does not answer: the others wait to their limits.
     }
@@ -198,7 +198,7 @@ Group::Next Group::begin(const std::shared_ptr<Command>& command, uint64_t turn)
   std::shared_ptr<GroupCore> core;
   {
     const std::lock_guard lock(mutex_);
-    core = life_.core;
+    core = generation_.core;
     error = error_;
   }
   if (!core && !error && command->meets)
@@ -223,8 +223,8 @@ Group::Next Group::begin(const std::shared_ptr<Command>& command, uint64_t turn)
   }
   if (command->ordinal) {
     std::unique_lock lock(mutex_);
-    const auto first = life_.first.find(command->lane);
-    if (first != life_.first.end() && *command->ordinal < first->second) {
+    const auto first = generation_.first.find(command->lane);
+    if (first != generation_.first.end() && *command->ordinal < first->second) {
       lock.unlock();
       command->begin(nullptr, skipped(*command->ordinal));
       return Next::Command;
@@ -241,16 +241,16 @@ Group::Next Group::begin(const std::shared_ptr<Command>& command, uint64_t turn)
   return Next::Command;
 }
 
-LifeKeys Group::next_life() {
+GenerationKeys Group::next_generation() {
   const auto store = connector_->store();
-  if (origin_of_lives_.empty()) {
-    // All members come to each life exactly once, so that the number of those that have come tells this group
-    // from others that shared a store with it before.
+  if (origin_of_generations_.empty()) {
+    // All members come to each generation exactly once, so that the number of those that have come tells this
+    // group from others that shared a store with it before.
     const int64_t arrivals = store->add(identity_.name + "/arrivals", 1);
-    origin_of_lives_ =
+    origin_of_generations_ =
         fmt::format("{}/{}", identity_.name, (arrivals - 1) / static_cast<int64_t>(identity_.ranks.size()));
   }
-  const std::string prefix = fmt::format("{}/{}", origin_of_lives_, ++lives_);
+  const std::string prefix = fmt::format("{}/{}", origin_of_generations_, ++generations_);
   auto board = std::make_shared<BoardStore>(std::make_shared<PrefixedStore>(prefix, store));
   const std::lock_guard lock(mutex_);
   boards_[kThis].push_back(board);
@@ -259,7 +259,7 @@ LifeKeys Group::next_life() {
 
 bool Group::bring_up(const Command& command, uint64_t turn) {
   MeetingPart part;
-  part.life = [this] { return next_life(); };
+  part.generation = [this] { return next_generation(); };
   part.what = meeting_for(command.call());
   part.next = [this] { return stated(); };
   part.deadline = command.deadline;
@@ -285,7 +285,8 @@ bool Group::bring_up(const Command& command, uint64_t turn) {
   }
 }
 
-// As a life comes up: the ranks have met for it, so each has ended the lives before the last that came up.
+// As a generation comes up: the ranks have met for it, so each has ended the generations before the last that
+// came up.
 void Group::note_boards() {
   const auto move = [this](size_t from, size_t to) {
     boards_[to].insert(boards_[to].end(), boards_[from].begin(), boards_[from].end());
@@ -296,7 +297,7 @@ void Group::note_boards() {
   move(kLast, kOver);
   move(kThis, kLast);
   boards_[kThis] = {board};
-  for (const auto& each : life_.core->boards()) boards_[kThis].push_back(each);
+  for (const auto& each : generation_.core->boards()) boards_[kThis].push_back(each);
 }
 
 void Group::erase_old_keys() {
@@ -318,8 +319,8 @@ bool Group::take(Met met, uint64_t turn) {
   {
     const std::lock_guard lock(mutex_);
     if (turn_ == turn) {
-      life_.core = met.core;
-      life_.first = std::move(met.first);
+      generation_.core = met.core;
+      generation_.first = std::move(met.first);
       note_boards();
       closing = closing_;  // it came while the group connected, and found nothing to abort
     }
@@ -351,8 +352,8 @@ bool Group::left(const std::shared_ptr<GroupCore>& core, CallId call) {
   const auto refused = core->refused();
   if (!refused) return false;
   const std::lock_guard lock(mutex_);
-  if (life_.core == core) {
-    left_.push_back(std::exchange(life_, Life(kept_)));
+  if (generation_.core == core) {
+    left_.push_back(std::exchange(generation_, Generation(kept_)));
     refused_ = refused;
     if (refused->text.find(kChanged) != std::string::npos && refused->rank != identity_.rank) {
       news_ = group_error(
@@ -398,8 +399,8 @@ std::optional<Error> Group::ended_before(CallId call) const {
   return error_of(*refused_, call);
 }
 
-// Of a call that was refused in the last life before an earlier one ended that. Other ranks heard of it there,
-// and nobody meets for it.
+// Of a call that was refused in the last generation before an earlier one ended that. Other ranks heard of it
+// there, and nobody meets for it.
 std::optional<Error> Group::refused_last(CallId call) const {
   {
     const std::lock_guard lock(mutex_);
@@ -409,7 +410,7 @@ std::optional<Error> Group::refused_last(CallId call) const {
     Bulletin board(control());
     const auto objection = board.objection(call.lane, call.ordinal);
     if (!objection || !objection->rejected ||
-        decide(board, call, meshcast::Life::GoesOn) == meshcast::Life::Over)
+        decide(board, call, meshcast::Generation::GoesOn) == meshcast::Generation::Over)
       return std::nullopt;
     return error_of(RefusedCall{call, objection->rank, objection->text}, call);
   } catch (const std::exception&) {
@@ -419,7 +420,7 @@ std::optional<Error> Group::refused_last(CallId call) const {
 
 std::exception_ptr Group::skipped(int64_t ordinal) const {
   const std::lock_guard lock(mutex_);
-  // A life begins after a refused call, or with the first calls of all ranks.
+  // A generation begins after a refused call, or with the first calls of all ranks.
   const RefusedCall refused = refused_.value_or(RefusedCall{});
   return std::make_exception_ptr(group_error(
       identity_, ErrorKind::PlanMismatch,
@@ -443,12 +444,12 @@ bool Group::begin_again(const std::shared_ptr<Command>& command, const std::shar
 }
 
 void Group::end_left() {
-  std::vector<Life> left;
+  std::vector<Generation> left;
   {
     const std::lock_guard lock(mutex_);
     left.swap(left_);
   }
-  for (const Life& each : left) {
+  for (const Generation& each : left) {
     for (const auto& [key, thing] : each.attached) thing->close();
     each.core->shutdown();
   }
@@ -480,11 +481,11 @@ std::shared_ptr<Refusal> Group::refuse_now(int32_t lane, std::optional<int64_t> 
 }
 
 std::shared_ptr<Refusal> Group::retract(CallId call, const std::string& why, double timeout_seconds,
-                                        std::function<std::optional<int64_t>()> life) {
+                                        std::function<std::optional<int64_t>()> generation) {
   origin_.check();
   auto refusal =
       std::make_shared<Refusal>(shared_from_this(), call.lane, call.ordinal, deadline_after(timeout_seconds),
-                                why, Refusal::Told{true, std::move(life)});
+                                why, Refusal::Told{true, std::move(generation)});
   enqueue(refusal);
   return refusal;
 }
@@ -508,12 +509,12 @@ bool Group::is_awaited() const {
 
 bool Group::was_used() const {
   const std::lock_guard lock(mutex_);
-  return life_.core || !ordinals_.empty();
+  return generation_.core || !ordinals_.empty();
 }
 
 bool Group::is_untouched() const {
   const std::lock_guard lock(mutex_);
-  return !life_.core && !has_thread_ && !error_;
+  return !generation_.core && !has_thread_ && !error_;
 }
 
 bool Group::is_over() const {
@@ -530,31 +531,31 @@ bool Group::is_idle() const {
 
 std::shared_ptr<Attachment> Group::attached(const std::string& key) const {
   const std::lock_guard lock(mutex_);
-  const auto found = life_.attached.find(key);
-  return found == life_.attached.end() ? nullptr : found->second;
+  const auto found = generation_.attached.find(key);
+  return found == generation_.attached.end() ? nullptr : found->second;
 }
 
 void Group::attach(const std::string& key, std::shared_ptr<Attachment> thing) {
   const std::lock_guard lock(mutex_);
-  life_.attached[key].swap(thing);  // what it replaces is freed without the lock
+  generation_.attached[key].swap(thing);  // what it replaces is freed without the lock
 }
 
 bool Group::has_agreed(const std::shared_ptr<GroupCore>& core, const std::string& descriptor) const {
   const std::lock_guard lock(mutex_);
-  return life_.core == core && life_.agreements.has(descriptor);
+  return generation_.core == core && generation_.agreements.has(descriptor);
 }
 
 std::shared_ptr<AgreedPlan> Group::use_agreed(const std::shared_ptr<GroupCore>& core,
                                               const std::string& descriptor) {
   const std::lock_guard lock(mutex_);
-  return life_.core == core ? life_.agreements.use(descriptor) : nullptr;
+  return generation_.core == core ? generation_.agreements.use(descriptor) : nullptr;
 }
 
 void Group::add_agreed(const std::shared_ptr<GroupCore>& core, const std::string& descriptor,
                        const std::shared_ptr<AgreedPlan>& agreed) {
   std::shared_ptr<AgreedPlan> forgotten;  // freed without the lock
   const std::lock_guard lock(mutex_);
-  if (life_.core == core) forgotten = life_.agreements.add(descriptor, agreed);
+  if (generation_.core == core) forgotten = generation_.agreements.add(descriptor, agreed);
 }
 
 std::optional<Error> Group::take_news() {
@@ -565,8 +566,8 @@ std::optional<Error> Group::take_news() {
 }
 
 std::shared_ptr<Store> Group::control() const {
-  if (lives_ == 0) return nullptr;
-  return std::make_shared<PrefixedStore>(fmt::format("{}/{}/control", origin_of_lives_, life()),
+  if (generations_ == 0) return nullptr;
+  return std::make_shared<PrefixedStore>(fmt::format("{}/{}/control", origin_of_generations_, generation()),
                                          connector_->store());
 }
 
@@ -617,7 +618,7 @@ void Group::give_up_if_stuck() {
         "a call of group {} could not begin within its limit: the rendezvous store does not "
         "answer. Its process or its host is frozen, or cut off",
         identity_.name);
-    const bool up = life_.core != nullptr;
+    const bool up = generation_.core != nullptr;
     error = std::make_exception_ptr(
         group_error(identity_, ErrorKind::DeadlineExceeded, fmt::format("rank {}: {}", identity_.rank, reason),
                     {.op = up ? "reshard" : "connect", .phase = up ? "agree" : "connect"}));
@@ -647,8 +648,8 @@ void Group::abort(const std::string& reason) {
   {
     const std::lock_guard lock(mutex_);
     if (closing_.empty()) closing_ = reason;
-    core = life_.core;
-    attached = life_.attached;
+    core = generation_.core;
+    attached = generation_.attached;
   }
   if (core) core->abort(reason);
   for (const auto& [key, thing] : attached) thing->abort(reason);
@@ -666,7 +667,7 @@ void Group::close(TimePoint limit) {
   {
     const std::lock_guard lock(mutex_);
     if (closing_.empty()) closing_ = "the process group was destroyed";
-    attached = life_.attached;
+    attached = generation_.attached;
   }
   for (const auto& [key, thing] : attached) thing->close();  // also a start that waits inside one
   attached.clear();
@@ -687,15 +688,15 @@ void Group::close(TimePoint limit) {
   for (const auto& each : queue) each->begin(nullptr, error);
   end_left();
   if (const auto core = this->core()) core->shutdown();
-  Life life(kept_);
+  Generation generation(kept_);
   {
     std::unique_lock lock(mutex_);
     if (controlled != this || Simulation::current())
       idle_.wait_until(lock, std::max<TimePoint>(limit, Clock::now() + kLeastClose),
                        [this] { return !running_ && !has_thread_; });
-    std::swap(life, life_);  // it may have come up meanwhile
+    std::swap(generation, generation_);  // it may have come up meanwhile
   }
-  if (life.core) life.core->shutdown();
+  if (generation.core) generation.core->shutdown();
 }
 
 Refusal::Refusal(const std::shared_ptr<Group>& group, int32_t lane, std::optional<int64_t> ordinal,
@@ -719,16 +720,17 @@ Command::Begun Refusal::begin(const std::shared_ptr<GroupCore>& core, const std:
 Command::Begun Refusal::tell(const std::shared_ptr<GroupCore>& core, bool failed) {
   const auto group = group_.lock();
   if (!group) return Begun::Done;
-  if (told_.life && (!core || told_.life() != group->life() || core->error())) return Begun::Done;
+  if (told_.generation && (!core || told_.generation() != group->generation() || core->error()))
+    return Begun::Done;
   if (core && lane != kNoLane) {
     core->refuse(call(), why_, told_.agreed);
-    return group->left(core, call()) && !told_.life ? Begun::Again : Begun::Done;
+    return group->left(core, call()) && !told_.generation ? Begun::Again : Begun::Done;
   }
   if (!core && !failed) {
     try {
       for (;;) {
         const RefusedMeeting said =
-            refuse_meeting(group->next_life().store, group->identity_.rank, meeting_for(call()), why_);
+            refuse_meeting(group->next_generation().store, group->identity_.rank, meeting_for(call()), why_);
         if (said.counts) break;
         if (said.instead) group->note_refused(*said.instead);
       }

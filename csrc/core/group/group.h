@@ -32,7 +32,7 @@ class Command : public std::enable_shared_from_this<Command> {
  public:
   enum class Begun : uint8_t {
     Done,
-    Again,   // this life of the group is over, and nothing has begun: in the next one
+    Again,   // this generation of the group is over, and nothing has begun: in the next one
     Refused  // nothing has begun, of which the other ranks do not know yet; refusal says why
   };
 
@@ -59,30 +59,30 @@ class Command : public std::enable_shared_from_this<Command> {
   std::string refusal;
 };
 
-// What a layer above keeps with a life of a group, under a key of its own.
+// What a layer above keeps with a generation of a group, under a key of its own.
 class Attachment {
  public:
   virtual ~Attachment() = default;
-  virtual void abort(const std::string& reason) = 0;  // that life has failed; any thread, never blocks
+  virtual void abort(const std::string& reason) = 0;  // that generation has failed; any thread, never blocks
   virtual void close() = 0;  // it ends: nothing new comes, and what waits inside is released
 };
 
 class Refusal;
 
-// The ranks of both meshes of a transfer, over all lives of their connections. It counts calls per lane, the
-// same on all ranks, and begins them in that order: at once in the caller's thread where nothing has to be
+// The ranks of both meshes of a transfer, over all generations of their connections. It counts calls per lane,
+// the same on all ranks, and begins them in that order: at once in the caller's thread where nothing has to be
 // waited for, else in a control thread, which also meets the other ranks at the first use. All groups of a
 // process share these threads, and one that waits is relieved: the order in which ranks meet groups cannot
 // block them, and a group that waits for a rank holds up no other.
 //
-// A call that a rank refused while others were in it ends a life of the group; calls behind it begin in the
-// next, for which the ranks meet again as they come to them.
+// A call that a rank refused while others were in it ends a generation of the group; calls behind it begin in
+// the next, for which the ranks meet again as they come to them.
 //
 // Thread-safe. Only connect() and close() wait, and submit() for a moment where it has to tell of a refusal.
 class Group : public std::enable_shared_from_this<Group> {
  public:
-  // kept: agreements that a life remembers, the same number on all ranks. open: of its process group, which has
-  // yet to know of this group; may be null.
+  // kept: agreements that a generation remembers, the same number on all ranks. open: of its process group,
+  // which has yet to know of this group; may be null.
   Group(GroupIdentity identity, std::shared_ptr<Connector> connector, std::shared_ptr<KnownOffers> known,
         size_t kept, std::shared_ptr<OpenRefusals> open = nullptr);
   ~Group();
@@ -107,37 +107,37 @@ class Group : public std::enable_shared_from_this<Group> {
                                   double timeout_seconds);
   // The same of the next call of a lane, though earlier refusals may be open.
   std::shared_ptr<Refusal> refuse_next(int32_t lane, const std::string& why, double timeout_seconds);
-  // The same of a call that this rank began in life `life`, whose source it changed while that may have
-  // travelled. Ranks in the call raise, and others do as they next wait for a call of this group.
+  // The same of a call that this rank began in generation `generation`, whose source it changed while that may
+  // have travelled. Ranks in the call raise, and others do as they next wait for a call of this group.
   std::shared_ptr<Refusal> retract(CallId call, const std::string& why, double timeout_seconds,
-                                   std::function<std::optional<int64_t>()> life);
+                                   std::function<std::optional<int64_t>()> generation);
 
   int64_t next_ordinal(int32_t lane);
   bool is_awaited() const;  // by another rank, in the next call of lane 0, as far as the store knows
   bool is_up() const { return core() != nullptr; }
-  bool was_used() const;      // it is up, or a call was ever counted: it may be between two lives
+  bool was_used() const;      // it is up, or a call was ever counted: it may be between two generations
   bool is_untouched() const;  // it is neither up nor on the way there
-  // A refused call has ended this life, as the store knows: the others may meet for the next, where this rank
-  // is not on the way there.
+  // A refused call has ended this generation, as the store knows: the others may meet for the next, where this
+  // rank is not on the way there.
   bool is_over() const;
   // A number of the connections that the ranks have now; a refused call may end them.
-  int64_t life() const { return lives_; }
+  int64_t generation() const { return generations_; }
   std::shared_ptr<GroupCore> core() const;
 
-  std::shared_ptr<Attachment> attached(const std::string& key) const;  // to this life; null
+  std::shared_ptr<Attachment> attached(const std::string& key) const;  // to this generation; null
   void attach(const std::string& key, std::shared_ptr<Attachment> thing);
 
-  // Whether this life of the group is over since a rank refused a call that was in flight, and `call` is none
-  // of those that ended with it, but one for the next life.
+  // Whether this generation of the group is over since a rank refused a call that was in flight, and `call` is
+  // none of those that ended with it, but one for the next generation.
   bool left(const std::shared_ptr<GroupCore>& core, CallId call);
   // The error of a call that ended with it; none where that is not why the core has failed.
   std::optional<Error> error_of_refusal(const GroupCore& core, CallId call) const;
   // For one that waits for a call that has failed: begins it once more, where that was since others had begun a
-  // new life before it, and no later call has been counted.
+  // new generation before it, and no later call has been counted.
   bool begin_again(const std::shared_ptr<Command>& command, const std::shared_ptr<GroupCore>& core);
 
-  // What the ranks have agreed on in this life for calls that are made once; see Agreements. Null, or false,
-  // where core is not that of this life.
+  // What the ranks have agreed on in this generation for calls that are made once; see Agreements. Null, or
+  // false, where core is not that of this generation.
   bool has_agreed(const std::shared_ptr<GroupCore>& core, const std::string& descriptor) const;
   std::shared_ptr<AgreedPlan> use_agreed(const std::shared_ptr<GroupCore>& core, const std::string& descriptor);
   void add_agreed(const std::shared_ptr<GroupCore>& core, const std::string& descriptor,
@@ -158,13 +158,13 @@ class Group : public std::enable_shared_from_this<Group> {
   void close(TimePoint limit);
 
  private:
-  struct Life {
+  struct Generation {
     std::shared_ptr<GroupCore> core;
     std::map<std::string, std::shared_ptr<Attachment>> attached;
     Ordinals first;
     Agreements agreements;
 
-    explicit Life(size_t kept) : agreements(kept) {}
+    explicit Generation(size_t kept) : agreements(kept) {}
   };
   enum class Next : uint8_t { Command, SameAgain, Nothing };
 
@@ -186,7 +186,7 @@ class Group : public std::enable_shared_from_this<Group> {
   Next begin(const std::shared_ptr<Command>& command, uint64_t turn);
   bool bring_up(const Command& command, uint64_t turn);
   bool take(Met met, uint64_t turn);
-  LifeKeys next_life();
+  GenerationKeys next_generation();
   void note_boards();
   void erase_old_keys();
   Ordinals stated() const;
@@ -217,20 +217,20 @@ class Group : public std::enable_shared_from_this<Group> {
   TimePoint begun_{};                 // when running_ did, or a thread was asked for
   uint64_t turn_ = 0;                 // of those who may run commands; another one where they were given up
   std::map<int32_t, int64_t> ordinals_;
-  Life life_;
-  std::vector<Life> left_;  // of refused calls, to be ended
-  // Which know the keys of this rank: of this life, of those since the last that came up, and of those before
-  // it, of which no rank reads anything any longer.
+  Generation generation_;
+  std::vector<Generation> left_;  // of refused calls, to be ended
+  // Which know the keys of this rank: of this generation, of those since the last that came up, and of those
+  // before it, of which no rank reads anything any longer.
   enum : size_t { kThis, kLast, kOver };
   std::array<std::vector<std::shared_ptr<BoardStore>>, 3> boards_;
-  std::optional<RefusedCall> refused_;  // that ended the last life
+  std::optional<RefusedCall> refused_;  // that ended the last generation
   std::exception_ptr error_;            // why the group has failed
   std::string closing_;                 // why, once it is being ended
   std::optional<Error> news_;
   std::atomic<bool> has_news_{false};
 
-  std::string origin_of_lives_;  // of their keys
-  std::atomic<int64_t> lives_{0};
+  std::string origin_of_generations_;  // of their keys
+  std::atomic<int64_t> generations_{0};
 };
 
 // A command: this rank refused its arguments of a call. Never in the caller's own thread, since the store may
@@ -239,8 +239,8 @@ class Refusal final : public Command {
  public:
   struct Told {
     bool agreed = false;  // this rank has agreed on the call
-    // Of a call that has begun: in which life, none before that. In another there is nobody to tell.
-    std::function<std::optional<int64_t>()> life;
+    // Of a call that has begun: in which generation, none before that. In another there is nobody to tell.
+    std::function<std::optional<int64_t>()> generation;
   };
 
   Refusal(const std::shared_ptr<Group>& group, int32_t lane, std::optional<int64_t> ordinal, TimePoint deadline,

@@ -256,17 +256,18 @@ void GroupCore::refuse(CallId call, const std::string& message, bool agreed) {
     for (size_t peer = 0; peer < identity_.ranks.size(); ++peer)
       if (identity_.ranks[peer] != identity_.rank) network_->lost(static_cast<int>(peer));
     const auto over = [this] { return failure() != nullptr; };
-    Life mine = Life::GoesOn;
+    Generation mine = Generation::GoesOn;
     if (agreed ||
         look_for_others(agreement_bulletin_, identity_, call, begun + kOthersCome, over) == Others::Unseen) {
-      mine = Life::Over;
+      mine = Generation::Over;
     }
     std::optional<Cause> cause;
-    if (decide(agreement_bulletin_, call, mine, true) == Life::GoesOn) {
-      // Unless the refusal of another call has ended it meanwhile: then the next life has to know of this one.
+    if (decide(agreement_bulletin_, call, mine, true) == Generation::GoesOn) {
+      // Unless the refusal of another call has ended it meanwhile: then the next generation has to know of this
+      // one.
       cause = agreement_bulletin_.read_cause();
       if (!cause || !refused_in(*cause)) return;
-    } else if (mine == Life::Over) {
+    } else if (mine == Generation::Over) {
       cause = agreement_bulletin_.settle_cause(as_cause({call, identity_.rank, message}));
     } else {
       cause = await_cause(agreement_bulletin_, begun + kCauseComes);

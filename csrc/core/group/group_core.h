@@ -57,8 +57,8 @@ class GroupCore : public GroupBase {
   void reject(CallId call, const std::string& message);
 
   // The same at any time: ranks to which the call is not new may be in it by now, with bytes under way. Then it
-  // ends them, and this life of the group. Blocks for a fraction of a second. agreed: this rank has agreed on
-  // the call, so they are.
+  // ends them, and this generation of the group. Blocks for a fraction of a second. agreed: this rank has
+  // agreed on the call, so they are.
   void refuse(CallId call, const std::string& message, bool agreed);
 
   // Whether another rank waits for this one in a call, as far as the store knows.

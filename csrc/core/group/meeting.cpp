@@ -105,7 +105,7 @@ class MeetingCall {
   Met run() {
     std::map<int32_t, std::string> brought;
     try {
-      const LifeKeys keys = part_.life();
+      const GenerationKeys keys = part_.generation();
       store_ = keys.store;
       conversation_.emplace(store_, group_.rank, group_.ranks.size());
       members_.emplace(store_, kMembers, group_.ranks.size());

@@ -20,7 +20,7 @@
 namespace meshcast {
 
 // A meeting failed for the call that wanted it, and not for its group: the ranks may meet again, in another
-// life. Such is a rank that has run out of threads or descriptors, or that refused its arguments.
+// generation. Such is a rank that has run out of threads or descriptors, or that refused its arguments.
 struct MeetAgainError : Error {
   explicit MeetAgainError(const Error& error) : Error(error) {}
 };
@@ -45,7 +45,7 @@ class KnownOffers {
 // Tells why a rank is lost, "" as far as that is not known. Null where nothing can.
 using Watch = std::function<std::string()>;
 
-// One rank's way into one life of a group: its sockets and its memory. Used by one thread.
+// One rank's way into one generation of a group: its sockets and its memory. Used by one thread.
 class Joining {
  public:
   virtual ~Joining() = default;
@@ -64,7 +64,7 @@ class Connector {
   // A connection in which nobody waits, the same one each time; made at the first call, which may block for as
   // long as the store's own limit.
   virtual std::shared_ptr<Store> store() = 0;
-  // prefix: of the keys of this life. Throws MeetAgainError where this process has run out of something.
+  // prefix: of the keys of this generation. Throws MeetAgainError where this process has run out of something.
   virtual std::unique_ptr<Joining> join(const std::string& prefix) = 0;
   // The error to raise for a failure that comes of such a shortage; none where it does not.
   virtual std::optional<Error> shortage(const std::exception& failure) = 0;
@@ -101,25 +101,25 @@ class Watches {
 // By lane, the ordinal of the first call that a rank has still to make.
 using Ordinals = std::map<int32_t, int64_t>;
 
-// A life of a group that has begun; or one that is over before that (no core), since a rank refused what other
-// ranks met for: the ranks meet at once for the next.
+// A generation of a group that has begun; or one that is over before that (no core), since a rank refused what
+// other ranks met for: the ranks meet at once for the next.
 struct Met {
   std::shared_ptr<GroupCore> core;
   Ordinals first;                      // of the calls that all ranks have still to make
   std::optional<RefusedCall> refused;  // none where that was no call
 };
 
-// Where a life has its keys in the store.
-struct LifeKeys {
+// Where a generation has its keys in the store.
+struct GenerationKeys {
   std::string prefix;
   std::shared_ptr<BoardStore> store;  // of what is below that
 };
 
 // What one rank brings to a meeting.
 struct MeetingPart {
-  std::function<LifeKeys()> life;  // begins the next life
-  std::string what;                // the call that the ranks meet for; without a blank
-  std::function<Ordinals()> next;  // of this rank
+  std::function<GenerationKeys()> generation;  // begins the next generation
+  std::string what;                            // the call that the ranks meet for; without a blank
+  std::function<Ordinals()> next;              // of this rank
   TimePoint deadline;
   std::function<std::string()> closing;  // why this rank ends the group; "" while it does not
   std::function<void()> waits;           // called once this rank has waited for more than a moment; may be null
@@ -138,7 +138,8 @@ Met meet(const GroupIdentity& group, Connector& connector, const std::shared_ptr
 std::string meeting_for(CallId call);
 
 // Whether a refusal is the verdict of a meeting; of a call, whether those who meet for that call end there.
-// Else they meet for it in the next life, and `instead` is what was refused before, where that was a call.
+// Else they meet for it in the next generation, and `instead` is what was refused before, where that was a
+// call.
 struct RefusedMeeting {
   bool counts = false;
   std::optional<RefusedCall> instead;

@@ -68,7 +68,7 @@ class OpenRefusals : public std::enable_shared_from_this<OpenRefusals> {
 
   // Opens a refusal in each process group that its call may be of. Returns once the other ranks can know of it,
   // or soon. Where nobody is seen to wait, but only one group can be meant, that is told, if it is up: others
-  // may see one up that is between two lives here.
+  // may see one up that is between two generations here.
   static void refuse(const std::shared_ptr<OpenRefusal>& refusal,
                      const std::vector<std::shared_ptr<OpenRefusals>>& where);
 

@@ -49,9 +49,10 @@ Error error_of(const RefusedCall& refused, const GroupIdentity& group) {
       {.peer = refused.rank, .op = "reshard", .sequence = refused.call.ordinal, .phase = "agree"});
 }
 
-Life decide(Bulletin& bulletin, CallId call, Life mine, bool refuses) {
-  const char* const word = mine == Life::Over ? kOver : kGoesOn;
-  return bulletin.decide(call.lane, call.ordinal, word, refuses) == kOver ? Life::Over : Life::GoesOn;
+Generation decide(Bulletin& bulletin, CallId call, Generation mine, bool refuses) {
+  const char* const word = mine == Generation::Over ? kOver : kGoesOn;
+  return bulletin.decide(call.lane, call.ordinal, word, refuses) == kOver ? Generation::Over
+                                                                          : Generation::GoesOn;
 }
 
 Cause await_cause(Bulletin& bulletin, TimePoint limit) {

@@ -19,7 +19,7 @@ struct RefusedCall {
   std::string text;   // why
 };
 
-// As the cause that ends a life of a group, and back: none where a cause is of another kind.
+// As the cause that ends a generation of a group, and back: none where a cause is of another kind.
 Cause as_cause(const RefusedCall& refused);
 std::optional<RefusedCall> refused_in(const Cause& cause);
 
@@ -30,12 +30,12 @@ bool goes_before(CallId call, CallId refused);
 // What a rank that was in one of the calls raises; `group` is as it sees it.
 Error error_of(const RefusedCall& refused, const GroupIdentity& group);
 
-// Whether a life of a group goes on after a refused call. The first rank that decides does so for all: those
-// that refused the call, and those that waited for an agreement on it.
-enum class Life : uint8_t { GoesOn, Over };
-Life decide(Bulletin& bulletin, CallId call, Life mine, bool refuses = false);
+// Whether a generation of a group goes on after a refused call. The first rank that decides does so for all:
+// those that refused the call, and those that waited for an agreement on it.
+enum class Generation : uint8_t { GoesOn, Over };
+Generation decide(Bulletin& bulletin, CallId call, Generation mine, bool refuses = false);
 
-// The cause that follows Life::Over; throws Error where none comes.
+// The cause that follows Generation::Over; throws Error where none comes.
 Cause await_cause(Bulletin& bulletin, TimePoint limit);
 
 // What the other ranks of a refused call are seen to do.

@@ -30,7 +30,7 @@ bool is_aborted(const std::exception& error) {
   return typed && typed->kind() == ErrorKind::Aborted;
 }
 
-// This very call, in the life that it was begun in: the next has no part in it.
+// This very call, in the generation that it was begun in: the next has no part in it.
 bool is_refused(const std::exception& error, CallId call) {
   const auto* typed = dynamic_cast<const Error*>(&error);
   return typed && typed->kind() == ErrorKind::PlanMismatch && typed->context().sequence == call.ordinal &&
@@ -156,9 +156,9 @@ std::exception_ptr Start::error() const {
   return error_;
 }
 
-std::optional<int64_t> Start::life() const {
+std::optional<int64_t> Start::generation() const {
   const std::lock_guard lock(mutex_);
-  return life_;
+  return generation_;
 }
 
 void Start::make_final() {
@@ -267,7 +267,7 @@ bool Start::is_completed() {
   return true;
 }
 
-// Of a backward: what its forward agreed on, in this life of the group.
+// Of a backward: what its forward agreed on, in this generation of the group.
 std::shared_ptr<AgreedPlan> Start::agree(Transfer& transfer, const std::shared_ptr<GroupCore>& core) {
   if (!reverse_) {
     auto agreed = transfer.agreed(core, call(), deadline);
@@ -297,7 +297,7 @@ Command::Begun Start::begin(const std::shared_ptr<GroupCore>& core, const std::e
     const std::lock_guard lock(mutex_);
     if (settles_) return Begun::Done;  // it was given up
     core_ = core;
-    life_ = group.life();
+    generation_ = group.generation();
     transfer = transfer_;
     if (!reverse_) number_->ordinal = *ordinal;  // who gives it up may be here at the same time
   }

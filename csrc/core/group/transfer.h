@@ -23,8 +23,8 @@ struct CompiledPlans {
   std::shared_ptr<const Plan> reverse;  // of the backward; null where there is none
 };
 
-// The moves of a call, planned once, and agreed on by all ranks of a group in each of its lives. Thread-safe,
-// but for begin() of its commands, which their group orders.
+// The moves of a call, planned once, and agreed on by all ranks of a group in each of its generations.
+// Thread-safe, but for begin() of its commands, which their group orders.
 class Transfer {
  public:
   // is_shared: transfers of one descriptor share an agreement, which the group may forget; else this one has
@@ -38,7 +38,8 @@ class Transfer {
   const std::shared_ptr<Group> group;
   const int32_t lane;
 
-  // Whether the ranks have agreed on it in this life of the group, so that a start need not wait for that.
+  // Whether the ranks have agreed on it in this generation of the group, so that a start need not wait for
+  // that.
   bool has_agreed(const std::shared_ptr<GroupCore>& core) const;
   // What they agree on, at the first use: compares with the other ranks before any byte moves. Blocks.
   std::shared_ptr<AgreedPlan> agreed(const std::shared_ptr<GroupCore>& core, CallId call, TimePoint deadline);
@@ -103,7 +104,7 @@ class Start : public Command {
   bool is_completed();  // whether wait() would not block; throws nothing
   void make_final();    // it is not begun once more from here on, whatever becomes of it
   // Of the group, in which it has begun; none before that.
-  std::optional<int64_t> life() const;
+  std::optional<int64_t> generation() const;
 
   bool ready() override;
   Begun begin(const std::shared_ptr<GroupCore>& core, const std::exception_ptr& error) override;
@@ -146,7 +147,7 @@ class Start : public Command {
   bool released_ = false;
   std::exception_ptr error_;
   std::weak_ptr<GroupCore> core_;  // with which it was begun
-  std::optional<int64_t> life_;
+  std::optional<int64_t> generation_;
   std::exception_ptr refusal_error_;
 };
 

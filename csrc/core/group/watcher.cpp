@@ -27,7 +27,7 @@ constexpr auto kOtherLanes = milliseconds(500);
 constexpr auto kBackwards = milliseconds(5000);  // likewise of backwards, where the refused call is a forward
 constexpr auto kLeavePause = milliseconds(1);
 constexpr auto kStoreGrace = Reporters::kStoreGrace;  // after it ticks decide alone
-constexpr auto kPostingLife = std::chrono::seconds(60);
+constexpr auto kPostingGeneration = std::chrono::seconds(60);
 constexpr auto kPinGrace = milliseconds(2000);  // an aborted request may take this long to let go
 
 double limit_of(const RunState& run) { return Seconds(run.deadline() - run.started()).count(); }
@@ -457,7 +457,7 @@ void Watcher::tell_where_it_waits(const Runs& runs) {
 void Watcher::erase_old_postings(TimePoint now) {
   for (auto it = posted_.begin(); it != posted_.end();) {
     const auto run = it->second.run.lock();
-    if ((!run || run->ended()) && now - it->second.when > kPostingLife) {
+    if ((!run || run->ended()) && now - it->second.when > kPostingGeneration) {
       const auto& [lane, ordinal] = it->first;
       bulletin_.standing(lane, ordinal, group_.ranks.size()).unsign(group_.place());
       bulletin_.erase_said(lane, ordinal);

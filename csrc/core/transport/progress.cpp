@@ -38,15 +38,15 @@ std::shared_ptr<Progress> Progress::of_process() {
   return progress_of_process.get([] { return std::make_shared<Progress>(); });
 }
 
-// Two sleepers need two polls: what wakes a driver must not wake the thread as well. Bells are edge-triggered,
-// so that nobody has to read them.
+// Two sleepers need two polls: what wakes a driver must not wake the thread as well. Doorbells are
+// edge-triggered, so that nobody has to read them.
 Progress::Progress()
     : changed_(std::make_unique<std::condition_variable>()),
       timer_(made(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK), "timerfd_create")) {
   for (Side& side : sides_) {
     side.poll = made(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
-    side.bell = made(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
-    watch(side.poll, side.bell, EPOLL_CTL_ADD, EPOLLIN | EPOLLET);
+    side.doorbell = made(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
+    watch(side.poll, side.doorbell, EPOLL_CTL_ADD, EPOLLIN | EPOLLET);
   }
   watch(side(Who::Thread).poll, timer_, EPOLL_CTL_ADD, EPOLLIN);
   try {
@@ -112,7 +112,8 @@ bool Progress::remove(Source& source, TimePoint limit) {
 
 void Progress::ring(Who who) const noexcept {
   const uint64_t one = 1;
-  [[maybe_unused]] const auto written = write(bell(who), &one, sizeof(one));  // a full counter rings already
+  [[maybe_unused]] const auto written =
+      write(doorbell(who), &one, sizeof(one));  // a full counter rings already
 }
 
 void Progress::wake(Who who) noexcept {

@@ -37,7 +37,7 @@ class Source {
   // Does a bounded part of what there is to do, and waits for nothing. Answers whether anything happened.
   virtual bool turn(Who who) = 0;
   // `who` is about to sleep, and looks once more: false where there is something to do. Until disarm(), what
-  // comes rings the bell of `who`, or makes a descriptor of fds() readable.
+  // comes rings the doorbell of `who`, or makes a descriptor of fds() readable.
   virtual bool arm(Who who) = 0;
 
   // Called under a lock of Progress: these call nobody.
@@ -75,7 +75,9 @@ class Progress {
   // What a sleeper waits for may have changed. Any thread, with any lock held.
   void wake(Who who) noexcept;
 
-  int bell(Who who) const { return side(who).bell.get(); }  // an eventfd: who writes to it wakes its sleeper
+  int doorbell(Who who) const {
+    return side(who).doorbell.get();
+  }  // an eventfd: who writes to it wakes its sleeper
 
  private:
   static constexpr size_t kMostSources = 2;
@@ -92,8 +94,8 @@ class Progress {
   };
   // What one of the two sleeps on.
   struct Side {
-    Descriptor poll;  // epoll: `bell`, and the events of entries that it keeps
-    Descriptor bell;
+    Descriptor poll;  // epoll: `doorbell`, and the events of entries that it keeps
+    Descriptor doorbell;
     std::atomic<bool> sleeps{false};
   };
 

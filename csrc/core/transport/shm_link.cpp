@@ -16,17 +16,17 @@
 namespace meshcast {
 namespace {
 
-// What the ranks tell each other: the sender's number on its bell. The memory of its group and its process's
-// bell travel along.
-constexpr LocalMeeting::Protocol kProtocol{0x6d636834, sizeof(uint32_t), 1 + ShmBell::kFds, "shared memory"};
+// What the ranks tell each other: the sender's number on its doorbell. The memory of its group and its
+// process's doorbell travel along.
+constexpr LocalMeeting::Protocol kProtocol{0x6d636834, sizeof(uint32_t), 1 + Doorbell::kFds, "shared memory"};
 
 }  // namespace
 
-ShmPeer::ShmPeer(int rank, int socket, std::shared_ptr<ShmBell> bell, uint32_t group)
+ShmPeer::ShmPeer(int rank, int socket, std::shared_ptr<Doorbell> doorbell, uint32_t group)
     : rank_(rank),
       socket_(socket),
       process_(process_behind(socket).release()),
-      bell_(std::move(bell)),
+      doorbell_(std::move(doorbell)),
       group_(group) {
   close_in_children(socket_);
 }
@@ -75,7 +75,8 @@ ShmMembership ShmRendezvous::meet(const std::vector<ShmMember>& members, int ran
   for (const ShmMember& member : members) addresses.emplace(member.rank, member.address);
   const auto greet = [&](int32_t) {
     const uint32_t group = out.place->number();
-    LocalMeeting::Greeting greeting{std::vector<std::byte>(sizeof group), out.place->progress().bell().fds()};
+    LocalMeeting::Greeting greeting{std::vector<std::byte>(sizeof group),
+                                    out.place->progress().doorbell().fds()};
     greeting.descriptors.push_back(out.own->fd());
     std::memcpy(greeting.bytes.data(), &group, sizeof group);
     return greeting;
@@ -83,11 +84,11 @@ ShmMembership ShmRendezvous::meet(const std::vector<ShmMember>& members, int ran
   for (LocalMeeting::Peer& peer : meeting_.meet(addresses, rank, kProtocol, greet, deadline, check)) {
     uint32_t group = 0;
     std::memcpy(&group, peer.bytes.data(), sizeof group);
-    std::vector<int> bell;
-    for (size_t i = 0; i < ShmBell::kFds; ++i) bell.push_back(peer.descriptors[i].get());
-    auto region = ShmRegion::open(peer.descriptors[ShmBell::kFds].get(), count - 1);
+    std::vector<int> doorbell;
+    for (size_t i = 0; i < Doorbell::kFds; ++i) doorbell.push_back(peer.descriptors[i].get());
+    auto region = ShmRegion::open(peer.descriptors[Doorbell::kFds].get(), count - 1);
     out.links.push_back(std::make_unique<ShmLink>(peer.rank, peer.socket.release(), std::move(region),
-                                                  out.place->progress().bell_of_peer(bell), group));
+                                                  out.place->progress().doorbell_of_peer(doorbell), group));
   }
   // A region has a mailbox for everybody but its owner: ranks above the owner move down by one.
   for (uint32_t i = 0; i < count; ++i) {

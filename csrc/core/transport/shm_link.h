@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "common/forks.h"
+#include "transport/doorbell.h"
 #include "transport/local_meeting.h"
-#include "transport/shm_bell.h"
 #include "transport/shm_progress.h"
 #include "transport/shm_region.h"
 #include "transport/transport.h"
@@ -26,38 +26,38 @@ struct ShmMember {
 inline constexpr const char* kShmGone = "its process has exited or has closed the group (shared memory)";
 inline constexpr const char* kShmNonsense = "what it wrote to shared memory makes no sense";
 
-// A peer on this host: its bell, and two descriptors that tell when it has ended: a socket, for a peer that
+// A peer on this host: its doorbell, and two descriptors that tell when it has ended: a socket, for a peer that
 // closes its group, and a process descriptor, since a process forked by the peer may hold the socket open after
 // the peer has died.
 class ShmPeer {
  public:
-  // `group`: its number on the peer's bell.
-  ShmPeer(int rank, int socket, std::shared_ptr<ShmBell> bell, uint32_t group);
+  // `group`: its number on the peer's doorbell.
+  ShmPeer(int rank, int socket, std::shared_ptr<Doorbell> doorbell, uint32_t group);
   ~ShmPeer();
   ShmPeer(const ShmPeer&) = delete;
   ShmPeer& operator=(const ShmPeer&) = delete;
 
   int rank() const { return rank_; }
-  void call(ShmHalf half) { bell_->call(group_, half); }  // there is something for this half of the peer
-  bool gone() const;                                      // does not block
-  void hang_up() const;                                   // the peer sees gone(); any thread
-  std::vector<int> fds() const;                           // readable once it is gone
+  void call(ShmHalf half) { doorbell_->call(group_, half); }  // there is something for this half of the peer
+  bool gone() const;                                          // does not block
+  void hang_up() const;                                       // the peer sees gone(); any thread
+  std::vector<int> fds() const;                               // readable once it is gone
 
  private:
   Origin origin_;
   int rank_;
   int socket_;
-  int process_;                          // -1 where the peer's process is not visible from here
-  const std::shared_ptr<ShmBell> bell_;  // of the peer's process
+  int process_;                               // -1 where the peer's process is not visible from here
+  const std::shared_ptr<Doorbell> doorbell_;  // of the peer's process
   uint32_t group_;
 };
 
 // Connection to a peer of a private group: its memory as well.
 class ShmLink : public ShmPeer {
  public:
-  ShmLink(int rank, int socket, std::unique_ptr<ShmRegion> region, std::shared_ptr<ShmBell> bell,
+  ShmLink(int rank, int socket, std::unique_ptr<ShmRegion> region, std::shared_ptr<Doorbell> doorbell,
           uint32_t group)
-      : ShmPeer(rank, socket, std::move(bell), group), region_(std::move(region)) {}
+      : ShmPeer(rank, socket, std::move(doorbell), group), region_(std::move(region)) {}
 
   ShmRegion& region() { return *region_; }
 

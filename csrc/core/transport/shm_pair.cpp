@@ -20,8 +20,9 @@
 namespace meshcast {
 namespace {
 
-// What the two tell each other: the sender's number on its bell. Its pipe and its process's bell travel along.
-constexpr LocalMeeting::Protocol kPairProtocol{0x6d637031, sizeof(uint32_t), 1 + ShmBell::kFds,
+// What the two tell each other: the sender's number on its doorbell. Its pipe and its process's doorbell travel
+// along.
+constexpr LocalMeeting::Protocol kPairProtocol{0x6d637031, sizeof(uint32_t), 1 + Doorbell::kFds,
                                                "shared memory"};
 // Then, once each has mapped what came, whether it has it.
 const std::string kHasIt = "+";
@@ -138,7 +139,7 @@ std::shared_ptr<ProbingTransport> ShmPairRendezvous::meet(int32_t rank, int32_t 
                                                           const std::function<void()>& checkpoint) {
   const auto greet = [&](int32_t) {
     const uint32_t number = place_->number();
-    LocalMeeting::Greeting greeting{std::vector<std::byte>(sizeof number), place_->progress().bell().fds()};
+    LocalMeeting::Greeting greeting{std::vector<std::byte>(sizeof number), place_->progress().doorbell().fds()};
     greeting.descriptors.push_back(pipe_->fd());
     std::memcpy(greeting.bytes.data(), &number, sizeof number);
     return greeting;
@@ -146,14 +147,14 @@ std::shared_ptr<ProbingTransport> ShmPairRendezvous::meet(int32_t rank, int32_t 
   auto peers = meeting_.meet({{rank, meeting_.address()}, {peer, address}}, rank, kPairProtocol, greet,
                              deadline, checkpoint);
   LocalMeeting::Peer& met = peers.front();
-  std::shared_ptr<ShmBell> bell;
+  std::shared_ptr<Doorbell> doorbell;
   std::unique_ptr<ShmPipe> in;
   std::string obstacle;
   try {
     std::vector<int> fds;
-    for (size_t i = 0; i < ShmBell::kFds; ++i) fds.push_back(met.descriptors[i].get());
-    bell = place_->progress().bell_of_peer(fds);
-    in = ShmPipe::open(met.descriptors[ShmBell::kFds].get());
+    for (size_t i = 0; i < Doorbell::kFds; ++i) fds.push_back(met.descriptors[i].get());
+    doorbell = place_->progress().doorbell_of_peer(fds);
+    in = ShmPipe::open(met.descriptors[Doorbell::kFds].get());
   } catch (const std::exception& error) {
     obstacle = error.what();
   }
@@ -161,7 +162,8 @@ std::shared_ptr<ProbingTransport> ShmPairRendezvous::meet(int32_t rank, int32_t 
   pipe_->close_fd();
   uint32_t number = 0;
   std::memcpy(&number, met.bytes.data(), sizeof number);
-  auto there = std::make_unique<ShmPeer>(peer > rank ? 1 : 0, met.socket.release(), std::move(bell), number);
+  auto there =
+      std::make_unique<ShmPeer>(peer > rank ? 1 : 0, met.socket.release(), std::move(doorbell), number);
   return std::make_shared<ShmPair>(std::move(place_), std::move(pipe_), std::move(in), std::move(there));
 }
 

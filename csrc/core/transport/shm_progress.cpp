@@ -22,7 +22,7 @@ std::shared_ptr<ShmProgress> ShmProgress::of_process() {
 }
 
 ShmProgress::ShmProgress(std::shared_ptr<Progress> progress)
-    : progress_(std::move(progress)), bell_(*progress_), watched_(epoll_create1(EPOLL_CLOEXEC)) {
+    : progress_(std::move(progress)), doorbell_(*progress_), watched_(epoll_create1(EPOLL_CLOEXEC)) {
   if (watched_.get() < 0) fail_with_errno("epoll_create1");
   progress_->add(*this);
 }
@@ -31,23 +31,23 @@ ShmProgress::~ShmProgress() {
   if (!origin_.foreign()) progress_->remove(*this);
 }
 
-std::shared_ptr<ShmBell> ShmProgress::bell_of_peer(const std::vector<int>& fds) {
+std::shared_ptr<Doorbell> ShmProgress::doorbell_of_peer(const std::vector<int>& fds) {
   struct stat memory {};
   if (fstat(fds.front(), &memory) != 0) fail_with_errno("fstat");
   const std::lock_guard lock(mutex_);
   std::erase_if(peers_, [](const auto& each) { return each.second.expired(); });
   auto& known = peers_[{memory.st_dev, memory.st_ino}];
-  auto bell = known.lock();
-  if (!bell) {
-    known = bell = std::make_shared<ShmBell>(fds);
+  auto doorbell = known.lock();
+  if (!doorbell) {
+    known = doorbell = std::make_shared<Doorbell>(fds);
     patience_ = patience_locked();
   }
-  return bell;
+  return doorbell;
 }
 
 // Where the processes have fewer cores than they are, who looks keeps the one it waits for from its core.
 int ShmProgress::patience_locked() const {
-  auto cores = bell_.cores();
+  auto cores = doorbell_.cores();
   size_t processes = 1;
   for (const auto& each : peers_) {
     const auto peer = each.second.lock();
@@ -76,7 +76,7 @@ ShmProgress::Place::~Place() {
   progress_->entries_[number_].placed = false;
 }
 
-void ShmProgress::Place::call(ShmHalf half) const { progress_->bell_.call(number_, half); }
+void ShmProgress::Place::call(ShmHalf half) const { progress_->doorbell_.call(number_, half); }
 
 void ShmProgress::Place::enter(Group& group) const {
   {
@@ -115,8 +115,8 @@ bool ShmProgress::look() {
       if (!entries_[number].group) continue;  // it has ended
       entries_[number].group->alarmed();
     }
-    bell_.call(number, ShmHalf::Sending);
-    bell_.call(number, ShmHalf::Receiving);
+    doorbell_.call(number, ShmHalf::Sending);
+    doorbell_.call(number, ShmHalf::Receiving);
   }
   return count > 0;
 }
@@ -127,7 +127,7 @@ bool ShmProgress::look() {
 bool ShmProgress::serve(ShmHalf half, Who who) {
   auto& cursor = cursors_[static_cast<size_t>(half)];
   uint32_t next = cursor;
-  const int taken = bell_.take(half, &next);
+  const int taken = doorbell_.take(half, &next);
   if (taken < 0) return false;
   cursor = next;
   const auto number = static_cast<uint32_t>(taken);
@@ -145,7 +145,7 @@ bool ShmProgress::serve(ShmHalf half, Who who) {
   lock.lock();
   gate().taken = false;
   // The half may be another thread's by now.
-  if (std::exchange(gate().again, false) || more) bell_.call(number, half);
+  if (std::exchange(gate().again, false) || more) doorbell_.call(number, half);
   if (!entries_[number].group) left_.notify_all();
   return true;
 }
@@ -156,8 +156,8 @@ void ShmProgress::announce_locked() {
       sleeps(Who::Thread) && keeper_ != Keeper::Nobody ? ShmSleeper::Thread : ShmSleeper::Nobody;
   const ShmSleeper driver = sleeps(Who::Driver) ? ShmSleeper::Driver : ShmSleeper::Nobody;
   const bool driven = keeper_ == Keeper::Driver;
-  bell_.announce(ShmHalf::Receiving, driven ? driver : thread);
-  bell_.announce(ShmHalf::Sending, driven ? (sleeps(Who::Thread) ? driver : ShmSleeper::Nobody) : thread);
+  doorbell_.announce(ShmHalf::Receiving, driven ? driver : thread);
+  doorbell_.announce(ShmHalf::Sending, driven ? (sleeps(Who::Thread) ? driver : ShmSleeper::Nobody) : thread);
 }
 
 // A driver takes in what arrives, and the thread sends beside it: then both directions go on at once on two
@@ -178,7 +178,7 @@ bool ShmProgress::arm(Who who) {
   if (who == Who::Thread && watches_ && look()) return false;
   const bool sends = who == Who::Thread || sleeps(Who::Thread);
   const bool receives = who == Who::Driver || keeper_ != Keeper::Driver;
-  return !(receives && bell_.called(ShmHalf::Receiving)) && !(sends && bell_.called(ShmHalf::Sending));
+  return !(receives && doorbell_.called(ShmHalf::Receiving)) && !(sends && doorbell_.called(ShmHalf::Sending));
 }
 
 void ShmProgress::disarm(Who who) {
@@ -195,8 +195,8 @@ void ShmProgress::kept_by(Keeper keeper) {
   }
   // What a driver has left, or came meanwhile, is the thread's.
   if (keeper != Keeper::Driver && sleeps(Who::Thread) &&
-      (bell_.called(ShmHalf::Sending) || bell_.called(ShmHalf::Receiving)))
-    bell_.wake(ShmSleeper::Thread);
+      (doorbell_.called(ShmHalf::Sending) || doorbell_.called(ShmHalf::Receiving)))
+    doorbell_.wake(ShmSleeper::Thread);
 }
 
 void ShmProgress::help() {
@@ -206,7 +206,7 @@ void ShmProgress::help() {
     sleeps_[static_cast<size_t>(Who::Thread)] = false;  // from now on, not only once it runs
     announce_locked();
   }
-  bell_.wake(ShmSleeper::Thread);
+  doorbell_.wake(ShmSleeper::Thread);
 }
 
 }  // namespace meshcast

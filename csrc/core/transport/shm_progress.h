@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "common/forks.h"
+#include "transport/doorbell.h"
 #include "transport/progress.h"
-#include "transport/shm_bell.h"
 
 namespace meshcast {
 
@@ -32,7 +32,7 @@ class ShmProgress final : public Source {
     virtual void alarmed() {}
   };
 
-  // A group's number on the bell, from before any peer learns it until the group has ended.
+  // A group's number on the doorbell, from before any peer learns it until the group has ended.
   class Place {
    public:
     explicit Place(std::shared_ptr<ShmProgress> progress);  // throws std::runtime_error where none is left
@@ -67,9 +67,10 @@ class ShmProgress final : public Source {
   void kept_by(Keeper keeper) override;
   int patience() override { return patience_; }
 
-  const ShmBell& bell() const { return bell_; }
-  // The bell of a peer's process, given what its ShmBell::fds() are here. One for all groups with that process.
-  std::shared_ptr<ShmBell> bell_of_peer(const std::vector<int>& fds);
+  const Doorbell& doorbell() const { return doorbell_; }
+  // The doorbell of a peer's process, given what its Doorbell::fds() are here. One for all groups with that
+  // process.
+  std::shared_ptr<Doorbell> doorbell_of_peer(const std::vector<int>& fds);
 
   // From a turn of who drives: the thread is to do the sending.
   void help();
@@ -97,14 +98,14 @@ class ShmProgress final : public Source {
 
   const Origin origin_;
   const std::shared_ptr<Progress> progress_;
-  ShmBell bell_;
+  Doorbell doorbell_;
   const Descriptor watched_;          // epoll: what groups watch
   std::atomic<bool> watches_{false};  // anything, ever
   std::mutex mutex_;
-  std::condition_variable left_;                                           // a turn is over
-  std::vector<Entry> entries_;                                             // by number
-  std::map<std::pair<uint64_t, uint64_t>, std::weak_ptr<ShmBell>> peers_;  // by their memory
-  std::array<std::atomic<uint32_t>, 2> cursors_{};                         // of each half
+  std::condition_variable left_;                                            // a turn is over
+  std::vector<Entry> entries_;                                              // by number
+  std::map<std::pair<uint64_t, uint64_t>, std::weak_ptr<Doorbell>> peers_;  // by their memory
+  std::array<std::atomic<uint32_t>, 2> cursors_{};                          // of each half
   std::atomic<int> patience_{kPatience};
   // Written with the lock held. While the thread is awake and another drives, the sending is the thread's.
   std::atomic<Keeper> keeper_{Keeper::Thread};

@@ -95,7 +95,7 @@ bool ShmReceiver::take(Peer& peer, const Fragment& fragment) {
   }
   message.received += fragment.nbytes;
   // The last reader frees the slot. A sender without slots announces in wake_at the count at which it wants
-  // to be woken, then looks again: one of the two sees the other (see ShmBell).
+  // to be woken, then looks again: one of the two sees the other (see Doorbell).
   ShmHeader& header = region.header();
   if (header.readers[fragment.slot].left.fetch_sub(1) == 1 &&
       header.freed.fetch_add(1) + 1 >= header.wake_at.load()) {

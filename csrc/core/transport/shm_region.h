@@ -46,7 +46,7 @@ class ShmQueue {
   void push(const T& item) {  // not when full
     const uint64_t tail = tail_.load(std::memory_order_relaxed);
     items_[tail % kCapacity] = item;
-    tail_.store(tail + 1);  // sequentially consistent: see ShmBell
+    tail_.store(tail + 1);  // sequentially consistent: see Doorbell
   }
 
   bool pop(T* item) {
@@ -58,7 +58,7 @@ class ShmQueue {
   }
 
   // For the consumer, after pop(): whether the producer may have found the queue full before it. Together with
-  // full() as in ShmBell: either the producer sees the room that pop() made, or this sees that it was full.
+  // full() as in Doorbell: either the producer sees the room that pop() made, or this sees that it was full.
   bool was_full() const { return tail_.load() + 1 - head_.load(std::memory_order_relaxed) >= kCapacity; }
 
  private:
@@ -74,7 +74,7 @@ struct ShmHeader {
     ShmQueue<Fragment, kMaxSlots> fragments;  // owner -> receiver
     ShmQueue<Post, kMaxPosts> posts;          // receiver -> owner
     // The owner has a message that waits for a post: only then is a post worth waking it. Set before it looks
-    // for posts; the receiver posts before it looks here (as with ShmBell, one of them sees the other).
+    // for posts; the receiver posts before it looks here (as with Doorbell, one of them sees the other).
     std::atomic<uint32_t> wanted{0};
   };
 

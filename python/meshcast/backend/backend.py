@@ -42,7 +42,7 @@ def create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
     gloo_options, nccl_options = split(options)
     # From torch 2.14 on: no other rank need be there before the first `reconfigure`. Gloo has all calls then.
     later = getattr(group, "enable_reconfigure", False)
-    life = None if later else announce(dist.PrefixStore("messages", store), rank, size)
+    generation = None if later else announce(dist.PrefixStore("messages", store), rank, size)
     inner = _gloo(dist.PrefixStore("gloo", store), rank, size, timeout, gloo_options, later)
     inner.options.global_ranks_in_group = list(group.global_ranks_in_group)  # both as torch sets them
     inner.options.group_name = group.group_id
@@ -53,7 +53,7 @@ def create(group: Any, options: Any) -> _C.ProcessGroupMeshcast:
     )
     at_least = settings.BROADCAST_BYTES.integer(op="init_process_group")
     ranks = list(group.global_ranks_in_group) or list(range(size))
-    messages = None if later else settle(life, rank, ranks, timeout.total_seconds())
+    messages = None if later else settle(generation, rank, ranks, timeout.total_seconds())
 
     def part_of(part_store: Any, members: list[int], part_options: Any) -> _C.ProcessGroupMeshcast | None:
         """The backend of a part of the group; None on ranks outside. members: ranks of the group."""

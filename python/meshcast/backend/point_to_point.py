@@ -28,7 +28,7 @@ from ..base.wire import pack, unpack
 from ..errors import AbortedError, Caller, DeadlineExceededError, LayoutError, MeshcastError, PeerLostError
 from ..groups.network import Network, agreed_count, interfaces, library
 from ..groups.parent import ParentGroup, parent_group
-from ..groups.store import store_of_life
+from ..groups.store import store_of_generation
 from ..layout import Layout
 from ..planning.plan import Problem
 from ..transfers.transfer import kept_transfer
@@ -85,19 +85,19 @@ def _group_of(key: int) -> dist.ProcessGroup:
     raise MeshcastError("broadcast: no process group has this backend now", op="broadcast")
 
 
-# Seconds between two looks for a bell: at first, later, and once nobody has come for _SOON.
+# Seconds between two looks for a numbered key: at first, later, and once nobody has come for _SOON.
 _FIRST_PAUSE, _LONGEST_PAUSE, _LATE_PAUSE, _SOON = 0.0005, 0.02, 0.2, 10.0
-_COUNT_PAUSE = 1.0  # seconds between two looks for letters without a bell
+_COUNT_PAUSE = 1.0  # seconds between two looks for addresses without a numbered key
 _JOIN_LIMIT = 2.0  # seconds that a process that exits gives a thread of ours
 _OP = "send, recv"
 
 
 def announce(store: Any, rank: int, size: int) -> Any:
     """Says whether this rank can use UCX, before the ranks of a group wait for one another. Returns the store
-    of this life of the group."""
-    life = store_of_life(store, size)
-    _C.Conversation(life, rank, size).say("transport", pack(_ability()))
-    return life
+    of this generation of the group."""
+    generation = store_of_generation(store, size)
+    _C.Conversation(generation, rank, size).say("transport", pack(_ability()))
+    return generation
 
 
 class _Ability(NamedTuple):
@@ -131,16 +131,16 @@ def _ability() -> _Ability:
     return _Ability("ucx", choice, memory=memory_identity())
 
 
-def settle(life: Any, rank: int, ranks: Sequence[int], timeout: float) -> _C.PointToPoint | None:
+def settle(generation: Any, rank: int, ranks: Sequence[int], timeout: float) -> _C.PointToPoint | None:
     """Returns what carries the messages of this group, the same on all its ranks: UCX where all can use it,
     else None, for gloo. Where a rank was set to use UCX and not all can, every message raises LayoutError.
     Waits until all have announced, as they have once gloo has connected them.
 
-    life: from announce(). rank: in the group. ranks: global ones. timeout: seconds, of the group."""
+    generation: from announce(). rank: in the group. ranks: global ones. timeout: seconds, of the group."""
     late = (
         f"{_OP}: ranks {{missing}} of the group have not said whether they can use UCX within {{elapsed}} s"
     )
-    texts = _C.Conversation(life, rank, len(ranks)).hear(
+    texts = _C.Conversation(generation, rank, len(ranks)).hear(
         "transport", range(len(ranks)), time.monotonic() + timeout, late, _OP, "connect"
     )
     said = {ranks[at]: unpack(_Ability, text) for at, text in texts.items()}
@@ -156,7 +156,7 @@ def settle(life: Any, rank: int, ranks: Sequence[int], timeout: float) -> _C.Poi
     else:
         mine = said[ranks[rank]].memory
         near = [at for at, other in enumerate(ranks) if mine and said[other].memory == mine]
-        messages.meet_by(_Meetings(messages, life, rank, ranks, near, timeout).want)
+        messages.meet_by(_Meetings(messages, generation, rank, ranks, near, timeout).want)
     return messages
 
 
@@ -174,7 +174,7 @@ def _obstacle(said: Mapping[int, _Ability]) -> str:
     return ""
 
 
-class _Letter(NamedTuple):
+class _Address(NamedTuple):
     """Addresses of a rank, for another that it wants to meet."""
 
     interfaces: str  # of interfaces()
@@ -186,7 +186,7 @@ class _Meetings:
     """Lets this rank meet others of its group, in the background.
 
     Each of two ranks writes the other a message: the addresses of its plane and a nonce. For each message it
-    rings the next of the receiver's bells, so that there is one key to look for, for any writer. A rank
+    sets the next of the receiver's numbered keys: there is one key to look for, for any writer. A rank
     writes when it first wants to exchange something with the other, and it answers messages while one of its
     calls waits for a rank. A rank that has written and read knows the other end: its memory where both have
     offered that, else its plane.
@@ -209,12 +209,12 @@ class _Meetings:
         self._thread: threading.Thread | None = None
         # The rest is the thread's alone.
         self._conversation: _C.Conversation | None = None
-        self._written: dict[int, _Letter] = {}  # by peer
-        self._read: dict[int, _Letter] = {}
-        self._memory: dict[int, _C.PairMemory] = {}  # that a letter has offered, by peer
+        self._written: dict[int, _Address] = {}  # by peer
+        self._read: dict[int, _Address] = {}
+        self._memory: dict[int, _C.PairMemory] = {}  # that a address has offered, by peer
         self._met: set[int] = set()  # with or without success, or in a thread that connects
         self._connecting: list[threading.Thread] = []
-        self._bells = 1  # number of the next
+        self._next_key = 1  # number of the next
         self._next_count = 0.0
         self._network: Network | None = None
 
@@ -265,20 +265,21 @@ class _Meetings:
             pause = min(pause * 1.5, _LONGEST_PAUSE if waited < _SOON else _LATE_PAUSE)
 
     def _senders(self, conversation: _C.Conversation) -> bool:
-        """Reads the letters that have come. Answers whether there was one."""
+        """Reads the addresses that have come. Answers whether there was one."""
         senders: list[int] = []
-        while bell := conversation.verdict(f"bell/{self._rank}/{self._bells}"):
-            senders.append(int(bell))
-            self._bells += 1
+        while key := conversation.verdict(f"key/{self._rank}/{self._next_key}"):
+            senders.append(int(key))
+            self._next_key += 1
         if not senders and time.monotonic() > self._next_count:
             self._next_count = time.monotonic() + _COUNT_PAUSE
-            count = conversation.count(f"bells/{self._rank}", 0)
-            if count >= self._bells:  # one died before it rang, but maybe others have rung since
-                self._bells = count + 1
+            count = conversation.count(f"keys/{self._rank}", 0)
+            # One died before it set its key, but others may have set theirs since.
+            if count >= self._next_key:
+                self._next_key = count + 1
                 senders = list(range(len(self._ranks)))
         for peer in senders:
-            if peer not in self._read and (letter := conversation.heard(f"letter/{self._rank}", peer)):
-                self._read[peer] = unpack(_Letter, letter)
+            if peer not in self._read and (address := conversation.heard(f"address/{self._rank}", peer)):
+                self._read[peer] = unpack(_Address, address)
                 self._write(conversation, peer)
                 self._meet(peer)
         return bool(senders)
@@ -290,12 +291,12 @@ class _Meetings:
         if self._network is None:
             self._network = Network(names, self._timeout, "ucx")
         memory = self._offer_memory(peer)
-        letter = self._written[peer] = _Letter(interfaces_text, self._network.offer(), memory)
-        conversation.say(f"letter/{peer}", pack(letter))
-        number = conversation.count(f"bells/{peer}", 1)
-        conversation.verdict(f"bell/{peer}/{number}", str(self._rank))
+        address = self._written[peer] = _Address(interfaces_text, self._network.offer(), memory)
+        conversation.say(f"address/{peer}", pack(address))
+        number = conversation.count(f"keys/{peer}", 1)
+        conversation.verdict(f"key/{peer}/{number}", str(self._rank))
         if self._network.failure:  # the other hears why, once it calls
-            self._join(peer, {self._rank: letter})
+            self._join(peer, {self._rank: address})
 
     def _offer_memory(self, peer: int) -> str:
         if peer not in self._near:
@@ -322,31 +323,31 @@ class _Meetings:
         if peer not in self._met:
             self._join(peer, {self._rank: self._written[peer], peer: self._read[peer]})
 
-    def _join(self, peer: int, letters: Mapping[int, _Letter]) -> None:
+    def _join(self, peer: int, addresses: Mapping[int, _Address]) -> None:
         assert self._network is not None
-        ends = {self._ranks[at]: letters[at] for at in sorted(letters)}
+        ends = {self._ranks[at]: addresses[at] for at in sorted(addresses)}
         rank = self._ranks[self._rank]
         try:
-            agreed_count({at: letter.interfaces for at, letter in ends.items()}, rank)
+            agreed_count({at: address.interfaces for at, address in ends.items()}, rank)
             memory = self._memory.pop(peer, None)  # its address is of use once
-            if memory is not None and peer in letters and letters[peer].memory:
+            if memory is not None and peer in addresses and addresses[peer].memory:
                 self._met.add(peer)
-                self._share(peer, memory, letters)
+                self._share(peer, memory, addresses)
             else:
-                self._messages.connect(peer, self._over_network(letters))
+                self._messages.connect(peer, self._over_network(addresses))
                 self._met.add(peer)
         except Exception as error:
             self._refuse(peer, error)
 
-    def _over_network(self, letters: Mapping[int, _Letter]) -> _C.ProbingTransport:
+    def _over_network(self, addresses: Mapping[int, _Address]) -> _C.ProbingTransport:
         assert self._network is not None
-        offers = {self._ranks[at]: letters[at].network for at in sorted(letters)}
+        offers = {self._ranks[at]: addresses[at].network for at in sorted(addresses)}
         rank = self._ranks[self._rank]
-        transport = self._network.transport(offers, sorted(letters), rank, self._store, 0.0)
+        transport = self._network.transport(offers, sorted(addresses), rank, self._store, 0.0)
         assert isinstance(transport, _C.ProbingTransport)
         return transport
 
-    def _share(self, peer: int, memory: _C.PairMemory, letters: Mapping[int, _Letter]) -> None:
+    def _share(self, peer: int, memory: _C.PairMemory, addresses: Mapping[int, _Address]) -> None:
         """Connects the memories, in a thread of its own: each waits for the other, which may be about to
         connect with a third. Where one of the two cannot, both go over the network."""
         rank, other = self._ranks[self._rank], self._ranks[peer]
@@ -358,16 +359,16 @@ class _Meetings:
             try:
                 try:
                     transport = memories.pop().meet(
-                        self._messages, self._rank, peer, letters[peer].memory, limit
+                        self._messages, self._rank, peer, addresses[peer].memory, limit
                     )
                 except DeadlineExceededError as error:
                     text = f"connecting shared memory with rank {other} failed: {error}"
                     raise Caller(_OP, rank, "connect").error(type(error), text, peer=other) from error
                 except AbortedError:  # the group has ended: the other learns that over the network
-                    transport = self._over_network(letters)
+                    transport = self._over_network(addresses)
                 except Exception as error:
                     self._tell_once(error)
-                    transport = self._over_network(letters)
+                    transport = self._over_network(addresses)
                 self._messages.connect(peer, transport)
             except Exception as error:
                 self._refuse(peer, error)
@@ -378,7 +379,7 @@ class _Meetings:
         except RuntimeError as error:  # there are no more threads to be had
             memories.clear()
             self._tell_once(error)
-            self._messages.connect(peer, self._over_network(letters))
+            self._messages.connect(peer, self._over_network(addresses))
             return
         self._connecting = [each for each in self._connecting if each.is_alive()] + [thread]
 

@@ -27,9 +27,9 @@ _groups: weakref.WeakSet[Any] = weakref.WeakSet()  # process groups of the paren
 _thread = threading.local()  # refuses: calls of this thread are refused
 
 
-def check(born: int, op: str) -> None:
-    """Raises AbortedError in a forked child of the process where `count` was `born`."""
-    if born != count:
+def check(fork_count: int, op: str) -> None:
+    """Raises AbortedError in a forked child of the process where `count` was `fork_count`."""
+    if fork_count != count:
         raise AbortedError(
             f"{op}: this process was forked from process {_parent}, whose connections it must not use: call "
             "meshcast there, or start workers by spawn",

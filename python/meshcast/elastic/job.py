@@ -376,7 +376,7 @@ class Job(Generic[T]):
         """Returns whether any rank knows that others are to join. Ends on no rank before it has begun on
         all."""
         called = torch.tensor(int(self._watch.newest(self._number) is not None))
-        dist.all_reduce(called, dist.ReduceOp.MAX, group=self._talk)
+        dist.all_reduce(called, dist.ReduceOp.MAX, group=self._control_group)
         return bool(called)
 
     def _finish(self) -> Any:
@@ -412,7 +412,7 @@ class Job(Generic[T]):
                 c10d._set_pg_timeout(self._timeout, group)
         steps = self.steps
         nest = self._nest_of(training)
-        check_budget(self._memory, training, self._training, self._talk)
+        check_budget(self._memory, training, self._training, self._control_group)
         if start.version is not None:
             held = steps if self._version is not None else None
             steps = self._move(training, nest, held, call.members, start)
@@ -486,10 +486,10 @@ class Job(Generic[T]):
         assert group is not None
         try:
             group._get_backend(torch.device("cpu"))
-            self._talk = group
+            self._control_group = group
         except RuntimeError:  # a group for GPUs alone
-            self._talk = dist.new_group(backend="gloo", timeout=self._connect_timeout)
-        for each in {group, self._talk}:
+            self._control_group = dist.new_group(backend="gloo", timeout=self._connect_timeout)
+        for each in {group, self._control_group}:
             c10d._set_pg_timeout(self._timeout or c10d.default_pg_timeout, each)
 
     def _nest_of(self, training: T) -> Nest:
@@ -542,7 +542,7 @@ class Job(Generic[T]):
     def _move_back(self, new: dict[str, Any], now: Mapping[Worker, int], gone: LayoutError) -> Any:
         """Fills `new` with the newest copies that are whole. On all ranks, as `gone` is."""
         assert self._generations is not None
-        chosen = self._generations.choose(now, self._talk, self._members_of)
+        chosen = self._generations.choose(now, self._control_group, self._members_of)
         if chosen is None:
             raise gone
         members, replicas = chosen

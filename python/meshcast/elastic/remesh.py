@@ -182,18 +182,18 @@ def remesh(
     except Exception as error:
         raise_refused(error, OP, (), group, timeout)
     deadline = time.monotonic() + limit
-    talk = conversation(parent, read.silent)
+    among = conversation(parent, read.silent)
     with called_by(OP, parent.rank):
         more = {"own": own, "loaded": loaded}
-        given, step = _given(parent, talk, deadline, read, state, old, new, replicas, more, options)
-        result = run(parent, talk, deadline, given)
+        given, step = _given(parent, among, deadline, read, state, old, new, replicas, more, options)
+        result = run(parent, among, deadline, given)
         result.version = step
         return result
 
 
 def _given(
     parent: ParentGroup,
-    talk: Conversation,
+    among: Conversation,
     deadline: float,
     read: Ranks,
     state: Any,
@@ -227,7 +227,7 @@ def _given(
         mine = Given({str(parent.rank): pack(side)}, None, lost=read.lost)
     except Exception as error:
         mine = error
-    texts = run(parent, talk, deadline, mine)
+    texts = run(parent, among, deadline, mine)
     try:
         sides = {rank: unpack(Inventory, texts[str(rank)]) for rank in sorted(map(int, texts))}
         step = _step(sides)

@@ -352,19 +352,19 @@ class Replicas:
         moved = {name: copy.own[name] for name in self._kept if name in copy.own}
         refresh = self._calls.prepared({**moved, **values, _ALWAYS: None}, None, number, copy.memory)
 
-        def refreshed(talk: Conversation, deadline: float) -> None:
+        def refreshed(conversation: Conversation, deadline: float) -> None:
             try:
-                result = talk.run(refresh, deadline)
+                result = conversation.run(refresh, deadline)
                 replicas = {name: x for name, x in result.items() if isinstance(x, torch.Tensor)}
                 received = {name: x for name, x in result.items() if name not in replicas and name != _ALWAYS}
                 self._copies.whole(copy, number, replicas, {**received, **values})
                 # The copy before is written again next. By then every rank knows that all have this one: a
                 # rank that does not know has both.
-                talk.rows.gather([number], max(deadline - time.monotonic(), 1e-3))
+                conversation.rows.gather([number], max(deadline - time.monotonic(), 1e-3))
             except (LayoutError, PlanMismatchError):  # all ranks have it
                 raise
             except BaseException as error:
-                talk.parent.abort(f"rank {self._rank} gave up a refresh: {error}")
+                conversation.parent.abort(f"rank {self._rank} gave up a refresh: {error}")
                 raise
 
         self._handle = started(self._twin, refresh, self._limit, refreshed)

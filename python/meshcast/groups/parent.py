@@ -127,7 +127,7 @@ class ParentGroup:
         self._store = store
         self._groups: dict[tuple[int, ...], PrivateGroup] = {}
         self._known = _C.KnownOffers()  # of ranks that met in one of these
-        self._born = forks.count
+        self._fork_count = forks.count
         self._groups_lock = threading.Lock()  # two threads must not make one group twice: it meets once
         self._twins: dict[str, ParentGroup] = {}
         # Calls that this rank refused, of which it is not known whose they were.
@@ -206,7 +206,7 @@ class ParentGroup:
 
     def check_process(self, op: str) -> None:
         """Raises AbortedError in a forked child, which has no part in the group."""
-        forks.check(self._born, op)
+        forks.check(self._fork_count, op)
 
     def abort(self, reason: str) -> None:
         """Fails the calls of all its private groups, on all ranks. Never blocks."""
@@ -216,7 +216,7 @@ class ParentGroup:
     def close(self, limit: float | None = None) -> None:
         """limit: by time.monotonic(), until when transfers in flight may finish."""
         self.closed = True
-        if self._born != forks.count:
+        if self._fork_count != forks.count:
             return
         limit = time.monotonic() + _DRAIN_LIMIT if limit is None else limit
         self.refusals.close()
@@ -399,7 +399,7 @@ def _candidates(group: Any, op: str) -> tuple[list[ParentGroup], bool]:
     except Exception:  # whatever was given for it
         if type(group) is int and group == dist.GroupMember.NON_GROUP_MEMBER:
             return [], False
-        return [parent for parent in known_parents() if parent._born == forks.count], False
+        return [parent for parent in known_parents() if parent._fork_count == forks.count], False
 
 
 def _limit(timeout: Any, parent: ParentGroup) -> float:

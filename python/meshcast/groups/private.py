@@ -1,7 +1,7 @@
 """Private groups: the ranks of one transfer, with communicators that the user's own calls never share.
 
 The life of their calls is decided in C++ (csrc/core/group/group.h): which call comes next, when it begins, in
-which life of the group, and how it fails.
+which generation of the group, and how it fails.
 
 The machine below a private group: its store, its network and its shared memory, brought up for each of its
 lives. How the ranks meet is decided in C++ (csrc/core/group/meeting.h).
@@ -45,7 +45,7 @@ class Connector:
     Attributes:
         topology: of the ranks; None before they have met.
         interfaces: of each host.
-        conversation: of this life of the group; None before its ranks have met.
+        conversation: of this generation of the group; None before its ranks have met.
         control: the store of its core, in the same way.
     """
 
@@ -72,7 +72,7 @@ class Connector:
         return self._open_store()
 
     def join(self, prefix: str) -> _Joining:
-        """Returns this rank's way into the life whose keys have this prefix."""
+        """Returns this rank's way into the generation whose keys have this prefix."""
         return _Joining(self, dist.PrefixStore(prefix, self._open_store()))
 
     def shortage(self, text: str) -> MeshcastError | None:
@@ -91,7 +91,7 @@ class _Offer(NamedTuple):
 
 
 class _Joining:
-    """One rank's way into one life of a group. Raises Shortage where this process has run out of
+    """One rank's way into one generation of a group. Raises Shortage where this process has run out of
     something."""
 
     def __init__(self, connector: Connector, store: Any) -> None:
@@ -176,7 +176,7 @@ KEPT_AGREEMENTS = (
 
 
 class PrivateGroup(_C.Group):
-    """The ranks of both meshes of a transfer, in all lives of their connections."""
+    """The ranks of both meshes of a transfer, in all generations of their connections."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class PrivateGroup(_C.Group):
         self.name = _group_name(self.ranks)
         self.members = _C.Members(self.name, self.ranks, within)  # as the flight record shows it
         self.transfers: Cache[Any, Any] = Cache(_KEPT_TRANSFERS)  # of transfers/transfer.py
-        self.born = forks.count
+        self.fork_count = forks.count
         self._connector = Connector(self.ranks, rank, self.name, timeout, store)
         super().__init__(list(self.ranks), rank, self.name, self._connector, known, KEPT_AGREEMENTS, refusals)
 
@@ -212,7 +212,7 @@ class PrivateGroup(_C.Group):
 
     @property
     def conversation(self) -> _C.Conversation:
-        """Conversation of this life of the group, whose ranks have met."""
+        """Conversation of this generation of the group, whose ranks have met."""
         assert self._connector.conversation is not None
         return self._connector.conversation
 
@@ -226,12 +226,12 @@ class PrivateGroup(_C.Group):
     ) -> _C.Refusal:
         """Notifies the other ranks, in the background, that this rank refused its arguments of a call: they
         raise at once instead of waiting. ordinal: of a call that has been counted."""
-        forks.check(self.born, "reshard")
+        forks.check(self.fork_count, "reshard")
         return super().refuse(lane, ordinal, str(error), timeout)
 
     def connect(self, timeout: float) -> None:
         """Brings the group up, unless it is; blocks. Raises what keeps it from coming up."""
-        forks.check(self.born, "prepare")
+        forks.check(self.fork_count, "prepare")
         try:
             super().connect(timeout)
         except MeshcastError:

@@ -21,7 +21,7 @@ from ..base.observe import Flight, Members, Site, WaitNotice
 from ..base.wire import pack, unpack
 from ..errors import AbortedError, Caller, DeadlineExceededError, MeshcastError, PeerLostError
 from .network import Network, interfaces
-from .store import store_of_life
+from .store import store_of_generation
 
 __all__ = ["Late", "ReadyBarrier"]
 
@@ -89,7 +89,7 @@ class ReadyBarrier:
         """Notifies the others that this rank is here, and does not wait for them. calls: it is one of those
         that call for barriers."""
         store = dist.PrefixStore(_PREFIX, self._open_store())
-        self._store: Any = store_of_life(store, len(self._ranks))
+        self._store: Any = store_of_generation(store, len(self._ranks))
         self._conversation = _C.Conversation(self._store, self._rank, len(self._ranks))
         self._network = Network(interfaces()[0], self._limit)
         self._known = _C.KnownOffers()

@@ -24,7 +24,7 @@ __all__ = [
     "no_thread",
     "shortage",
     "store_failed",
-    "store_of_life",
+    "store_of_generation",
     "within",
 ]
 
@@ -106,8 +106,8 @@ def as_shortage(error: Exception, caller: Caller) -> MeshcastError | None:
 _T = TypeVar("_T")
 
 
-def store_of_life(store: dist.Store, ranks: int) -> dist.Store:
-    """The keys of one life of a group, which its store may outlive: each rank comes once in a life."""
+def store_of_generation(store: dist.Store, ranks: int) -> dist.Store:
+    """The keys of one generation of a group, which its store may outlive. Each rank comes to it once."""
     return dist.PrefixStore(str((int(store.add("arrivals", 1)) - 1) // ranks), store)
 
 

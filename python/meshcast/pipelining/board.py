@@ -23,7 +23,7 @@ from meshcast.base.wire import pack, unpack
 from meshcast.errors import AbortedError, Caller, DeadlineExceededError, MeshcastError, PeerLostError
 from meshcast.groups.network import Network, interfaces
 from meshcast.groups.parent import StoreConnection
-from meshcast.groups.store import store_of_life, within
+from meshcast.groups.store import store_of_generation, within
 
 __all__ = ["PipelineBoard", "Refused", "refusals_reported"]
 
@@ -35,7 +35,7 @@ _GRACE = 0.7  # seconds that the store is given beyond a limit, and to take a fa
 _FAILED = "!"  # begins a message that is an error; no packed value begins so
 
 
-class _Talks:
+class _Conversations:
     """The conversations of a group: one connection with the store for all of them, made when the first one
     begins."""
 
@@ -48,11 +48,11 @@ class _Talks:
         self._made: set[int] = set()
 
     @staticmethod
-    def of(group: Any) -> _Talks:
+    def of(group: Any) -> _Conversations:
         """Returns the conversations of a process group."""
-        found = _talks.get(group)
+        found = _conversations.get(group)
         if found is None:
-            found = _talks[group] = _Talks(c10d._get_process_group_store(group))
+            found = _conversations[group] = _Conversations(c10d._get_process_group_store(group))
         return found
 
     def begin_stage(self, index: int) -> None:
@@ -68,7 +68,7 @@ class _Talks:
         self._made.clear()
 
 
-_talks: weakref.WeakKeyDictionary[Any, _Talks] = weakref.WeakKeyDictionary()
+_conversations: weakref.WeakKeyDictionary[Any, _Conversations] = weakref.WeakKeyDictionary()
 
 
 class Refused(Exception):  # noqa: N818  no error of its own: it never leaves the package
@@ -108,7 +108,7 @@ class PipelineBoard:
             )
         key: Any = dist.group.WORLD if group is None else group
         forks.check_group(key, "pipeline")
-        self._born = forks.count
+        self._fork_count = forks.count
         self.ranks = sorted(dist.get_process_group_ranks(key))
         self.rank = dist.get_rank()
         self._caller = Caller("pipeline", self.rank)
@@ -117,17 +117,17 @@ class PipelineBoard:
         self._past: list[str] = []  # those that other ranks may still read
         self._published: set[str] = set()
         self._silent = False  # the store has left a call unanswered
-        self._talks = talks = _Talks.of(key)
-        self._connection = talks.connection
+        self._conversations = conversations = _Conversations.of(key)
+        self._connection = conversations.connection
         # Through it the ranks look after each other.
         self._network = Network(interfaces()[0], timeout or 60.0)
         self._known = _C.KnownOffers()  # what they said of it, once all have
         self._has_met = False
         self._watches = _C.Watches(self._known, self._network.watch)
-        self._attempt = talks.attempt
+        self._attempt = conversations.attempt
         while True:
-            number = talks.count
-            talks.count += 1
+            number = conversations.count
+            conversations.count += 1
             self._conversation, ended = self._ask(
                 lambda: self._open(number),  # noqa: B023  called here
                 timeout,
@@ -136,13 +136,13 @@ class PipelineBoard:
             if ended is None or ended >= self._attempt:
                 break
             self._attempt -= ended
-        talks.begin_anew()
+        conversations.begin_anew()
         ranks = tuple(self.ranks)
         self._members = Members(runs_text(ranks), ranks, f"{key.group_name}/pipeline {number}")
 
     def _open(self, number: int) -> tuple[_C.Conversation, int | None]:
         """A conversation, and in which attempt it was ended, if it was."""
-        store = store_of_life(dist.PrefixStore(str(number), self._connection()), len(self.ranks))
+        store = store_of_generation(dist.PrefixStore(str(number), self._connection()), len(self.ranks))
         conversation = _C.Conversation(store, self.rank, len(self.ranks))
         conversation.say("here", self._network.offer())
         # A rank in its first attempt is past none.
@@ -183,13 +183,13 @@ class PipelineBoard:
     @property
     def opened(self) -> int:
         """The number of conversations that this rank has opened in the group."""
-        return self._talks.count
+        return self._conversations.count
 
     def skip_to(self, opened: int) -> None:
         """Skips conversations that only other ranks have opened, and that all have left: the next one has the
         same number on all ranks."""
-        self._talks.count = max(self._talks.count, opened)
-        self._talks.begin_anew()
+        self._conversations.count = max(self._conversations.count, opened)
+        self._conversations.begin_anew()
 
     def end(self, message: str) -> None:
         """Makes all that other ranks wait for in this conversation fail with the message: this rank takes no
@@ -198,7 +198,7 @@ class PipelineBoard:
 
     def check_process(self) -> None:
         """Raises AbortedError in a forked child, which has no part in it."""
-        forks.check(self._born, "pipeline")
+        forks.check(self._fork_count, "pipeline")
 
     def text_of(self, error: BaseException) -> str:
         """The text of an error of this rank, named as one of the pipeline, for all ranks."""
@@ -403,7 +403,7 @@ def refusals_reported(group: Any, index: int | None = None) -> Iterator[None]:
     in_job = dist.is_initialized() and (group is None or isinstance(group, dist.ProcessGroup))
     if in_job and index is not None:
         with suppress(Exception):  # a group that is over: what follows says so
-            _Talks.of(dist.group.WORLD if group is None else group).begin_stage(index)
+            _Conversations.of(dist.group.WORLD if group is None else group).begin_stage(index)
     try:
         yield
     except Exception as cause:

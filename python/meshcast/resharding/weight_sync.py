@@ -237,13 +237,13 @@ class _Side:
         self._state, self._out = state, out
         self._states: dict[str, Current] = {}
         self._calls = Repeated(parent.rank, given)
-        self._talk = Conversation(parent, {})
+        self._conversation = Conversation(parent, {})
         self._op = f"{_OP}.{'push' if self.pushes else 'pull'}"
         self._caller = Caller(_OP, parent.rank)
         self._run: StateRun | None = None  # in flight
         self._thread: threading.Thread | None = None  # takes part in every push
         self._left = ""  # why this rank ends
-        self._born = forks.count
+        self._fork_count = forks.count
 
     def check(self) -> bool:
         """Raises LayoutError for arguments that are wrong by themselves. Returns whether this rank asks for
@@ -276,7 +276,7 @@ class _Side:
 
     def leave(self, why: str) -> None:
         """Ends everything on all ranks, since this one goes. Takes a second at most."""
-        if not self._left and self._born == forks.count:
+        if not self._left and self._fork_count == forks.count:
             self._left = f"rank {self.parent.rank} {why}"
             self.end(AbortedError, self._left, self._caller.error(AbortedError, self._left))
 
@@ -405,7 +405,7 @@ class _Side:
         try:
             run = self._run = self._prepared(self._op, version, buffer.memory, wrong)
             run.moving = lambda: self.buffers.tear(buffer)
-            result = self._talk.run(run, begin + self.limit if deadline is None else deadline)
+            result = self._conversation.run(run, begin + self.limit if deadline is None else deadline)
         except BaseException as raised:
             self.buffers.release()
             if not isinstance(raised, MeshcastError):  # of a handler of a signal; or there is no memory
@@ -516,7 +516,7 @@ class WeightSync:
         out: State | None = None,
         **options: Unpack[StateOptions],
     ) -> None:
-        self._born = forks.count
+        self._fork_count = forks.count
         self._parent = parent = parent_group(group, _OP)
         self._name = f"WeightSync {next(parent.extras.setdefault(_OP, itertools.count()))}"
         self._turn = threading.Lock()  # of pushes and of pulls into the only buffer
@@ -649,7 +649,7 @@ class WeightSync:
     def close(self) -> None:
         """Ends it on all ranks: pushes, and pulls that would have to wait, raise AbortedError. The current
         version stays usable. Waits a few seconds at most, for a version that is in flight."""
-        forks.check(self._born, f"{_OP}.close")
+        forks.check(self._fork_count, f"{_OP}.close")
         if self._closed:
             return
         self._closed = True
@@ -671,7 +671,7 @@ class WeightSync:
         self.close()
 
     def _check(self, what: str) -> None:
-        forks.check(self._born, f"{_OP}.{what}")
+        forks.check(self._fork_count, f"{_OP}.{what}")
 
     @contextmanager
     def _taking_turns(self, what: str) -> Iterator[None]:

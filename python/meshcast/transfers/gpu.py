@@ -85,7 +85,7 @@ def own_offer(device: int) -> GpuOffer:
     try:
         properties = torch.cuda.get_device_properties(device)
         nccl, no_nccl = _own_nccl()
-        wish = settings.CUDA_TRANSPORT.choice()
+        wanted = settings.CUDA_TRANSPORT.choice()
         return GpuOffer(
             host=host_identity(),
             device=device,
@@ -93,10 +93,10 @@ def own_offer(device: int) -> GpuOffer:
             gpu=properties.name,
             nccl=nccl,
             may_share=os.environ.get(SHARING_SWITCH) == "1",
-            wants=wish,
+            wants=wanted,
             reaches=_reachable(device),
             no_nccl=no_nccl,
-            no_ipc="" if wish == NCCL else _C.cuda_ipc_obstacle(device),  # the look takes memory of the GPU
+            no_ipc="" if wanted == NCCL else _C.cuda_ipc_obstacle(device),  # the look takes memory of the GPU
         )
     except Exception as error:  # of CUDA; the other ranks must learn of it
         return GpuOffer(obstacle=str(error))
@@ -263,7 +263,7 @@ def attach_gpu(group: PrivateGroup, gpu: CudaLanes) -> None:
     group.attach(_KEY, gpu)
 
 
-class _Said(NamedTuple):
+class _Part(NamedTuple):
     """A rank's part in connecting GPUs. ids: of NCCL, by lane that is missing; the first rank's
     count."""
 
@@ -305,7 +305,7 @@ def connect_lanes(
         except MeshcastError as error:
             offer = replace(offer, no_nccl=str(error))
     try:
-        gathered = _gather(group, control, topic, _Said(offer, tuple(ids)), deadline)
+        gathered = _gather(group, control, topic, _Part(offer, tuple(ids)), deadline)
     except MeshcastError as error:
         control.abort(str(error))  # the ranks no longer count calls the same way
         raise

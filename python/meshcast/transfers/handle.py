@@ -72,7 +72,7 @@ class Running(Protocol):
     def is_completed(self) -> bool: ...
     def is_settled(self) -> bool: ...  # it runs, or has failed
     def when_settled(self, call: Callable[[], None]) -> None: ...
-    def make_final(self) -> None: ...  # it does not begin once more in another life of its group
+    def make_final(self) -> None: ...  # it does not begin once more in another generation of its group
     def figures(self) -> dict[str, Any] | None: ...  # None before it was started
 
 

@@ -25,7 +25,7 @@ __all__ = [
     "COPIES",
     "CudaCopies",
     "LandingWork",
-    "Passage",
+    "HostStaging",
     "PinnedMedium",
     "PinnedPool",
 ]
@@ -34,7 +34,7 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (to, from)
 
 
 class CudaCopies:
-    """The part of CUDA that a passage uses, by torch; device: index of a GPU. Nothing but pinned() blocks the
+    """The part of CUDA that a staging uses, by torch; device: index of a GPU. Nothing but pinned() blocks the
     host. Each GPU has a stream for each direction, since it has a copy engine for each."""
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ _SHORT_PAUSE, _LONG_PAUSE = 20e-6, 500e-6
 _CAUSE_PAUSE = 0.02  # seconds between two looks in the store for a reason to give up
 
 
-class Passage:
+class HostStaging:
     """The tensors of one call as the transfer sees them: `src` and `dst`, on the host, empty ones None.
 
     rank: this one, for errors. on_gpu: whether the sources and the destinations of this call are on a GPU.
@@ -323,7 +323,7 @@ class LandingWork:
                 except Exception as error:
                     self._problem = self._failed(error)
                     raise self._problem from error
-                self._pairs.clear()  # of the passage as well, which lives until the pool has looked at it
+                self._pairs.clear()  # of the staging as well, which lives until the pool has looked at it
             return self._landed
 
     def _failed(self, error: Exception) -> MeshcastError:
@@ -361,14 +361,14 @@ class PinnedMedium(Medium):
         if not isinstance(pool, PinnedPool):
             pool = PinnedPool(copies.pinned)
             group.attach("pinned", pool)
-        passage = call.brought = Passage(copies, pool, call, group.rank, src, dst, on_gpu)
+        staging = call.brought = HostStaging(copies, pool, call, group.rank, src, dst, on_gpu)
         if call.driven:  # who waits anyhow spares the group's thread, and others the wait for its lock
             try:
-                passage.leave(group.cause)
+                staging.leave(group.cause)
             except MeshcastError as error:
                 group.abort(str(error))
                 raise
-        return passage.src, passage.dst
+        return staging.src, staging.dst
 
     def ready(self, call: _C.MediumCall) -> bool:
         return bool(call.brought.has_left())
@@ -376,15 +376,15 @@ class PinnedMedium(Medium):
     def start(
         self, core: _C.GroupCore, call: _C.MediumCall, agreed: _C.AgreedPlan, **arguments: Any
     ) -> Started:
-        passage: Passage = call.brought
+        staging: HostStaging = call.brought
         try:
-            passage.leave(self._group.cause)
+            staging.leave(self._group.cause)
         except MeshcastError as error:
             core.abort(str(error))  # the others have started it
             raise
         arguments["timeout"] = max(call.remaining(), 1e-3)
         work = core.start(agreed, **arguments)
-        return passage.landing(work), Statistics(work)
+        return staging.landing(work), Statistics(work)
 
     def text(self) -> str:
         return f"; from {self._device_types[0]} to {self._device_types[1]}"

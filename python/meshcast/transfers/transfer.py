@@ -155,7 +155,7 @@ class PersistentTransfer:
     def agree_ahead(self, timeout: float | timedelta | None = None) -> None:
         """Agrees in the background, before the first call: ranks that disagree get PlanMismatchError from
         that."""
-        forks.check(self._group.born, self._op)
+        forks.check(self._group.fork_count, self._op)
         self._core.agree_ahead(seconds(timeout, self._parent.timeout), self)
 
     def start(
@@ -261,7 +261,7 @@ class PersistentTransfer:
         """Calls what counts a call and begins it behind all earlier ones: at once in this thread where
         nothing has to be waited for, else on the control thread. Raises AbortedError in a forked child."""
         try:
-            forks.check(self._group.born, self._op)
+            forks.check(self._group.fork_count, self._op)
             return begin(*arguments)
         except MeshcastError as error:
             mark_reported(error)

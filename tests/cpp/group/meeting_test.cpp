@@ -54,7 +54,8 @@ class Machine final : public Connector {
   const std::string gone_;
 };
 
-std::shared_ptr<BoardStore> life_in(const std::shared_ptr<Store>& store, const std::string& prefix = "life") {
+std::shared_ptr<BoardStore> generation_in(const std::shared_ptr<Store>& store,
+                                          const std::string& prefix = "generation") {
   return std::make_shared<BoardStore>(std::make_shared<PrefixedStore>(prefix, store));
 }
 
@@ -73,7 +74,7 @@ struct Part {
 std::pair<Met, std::map<int32_t, std::string>> part_of(const std::shared_ptr<Store>& store, const Part& part) {
   Machine machine(store, part.rank, part.gone);
   MeetingPart own;
-  own.life = [&] { return LifeKeys{"life", life_in(store)}; };
+  own.generation = [&] { return GenerationKeys{"generation", generation_in(store)}; };
   own.what = part.what;
   own.next = [&] { return part.next; };
   own.deadline = Clock::now() + part.limit;
@@ -245,8 +246,8 @@ TEST_CASE("a late rank finds a group that has failed") {
 
 TEST_CASE("a death is seen by the rank before it, and named by all") {
   const auto store = std::make_shared<MemoryStore>();
-  store->set("life/member/5", "\noffer of 5");
-  Roll(life_in(store), "members", 4).sign(1);
+  store->set("generation/member/5", "\noffer of 5");
+  Roll(generation_in(store), "members", 4).sign(1);
   Part before;
   before.ranks = {3, 5, 7, 9};
   before.gone = "offer of 5";
@@ -274,9 +275,10 @@ TEST_CASE("a rank known from earlier is looked after before it comes") {
 }
 
 TEST_CASE(
-    "a refusal ends the meeting for its own call, and sends ranks that meet for another to the next life") {
+    "a refusal ends the meeting for its own call, and sends ranks that meet for another to the next "
+    "generation") {
   const auto store = std::make_shared<MemoryStore>();
-  CHECK(refuse_meeting(life_in(store), 5, "0.4", "wrong shape").counts);
+  CHECK(refuse_meeting(generation_in(store), 5, "0.4", "wrong shape").counts);
   Part part;
   part.what = "0.4";
   const auto error = error_of<MeetAgainError>(store, part);
@@ -293,16 +295,16 @@ TEST_CASE(
 
 TEST_CASE("where two calls are refused in one meeting, the second rank knows that it was not heard") {
   const auto store = std::make_shared<MemoryStore>();
-  CHECK(refuse_meeting(life_in(store), 5, "0.4", "wrong shape").counts);
-  CHECK(refuse_meeting(life_in(store), 3, "0.4", "wrong as well").counts);
-  const RefusedMeeting unheard = refuse_meeting(life_in(store), 3, "0.5", "another call");
+  CHECK(refuse_meeting(generation_in(store), 5, "0.4", "wrong shape").counts);
+  CHECK(refuse_meeting(generation_in(store), 3, "0.4", "wrong as well").counts);
+  const RefusedMeeting unheard = refuse_meeting(generation_in(store), 3, "0.5", "another call");
   CHECK(!unheard.counts);
   REQUIRE(unheard.instead);
   CHECK(unheard.instead->call.ordinal == 4);
   CHECK(unheard.instead->rank == 5);
-  CHECK(refuse_meeting(life_in(store, "life 2"), 3, "0.5", "another call").counts);
-  store->set("life 3/verdict", "deadline/3 late");
-  CHECK(refuse_meeting(life_in(store, "life 3"), 3, "0.5", "another call").counts);
+  CHECK(refuse_meeting(generation_in(store, "generation 2"), 3, "0.5", "another call").counts);
+  store->set("generation 3/verdict", "deadline/3 late");
+  CHECK(refuse_meeting(generation_in(store, "generation 3"), 3, "0.5", "another call").counts);
 }
 
 }  // namespace

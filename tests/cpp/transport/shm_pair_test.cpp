@@ -227,8 +227,8 @@ struct Halves {
       places[i] = std::make_unique<ShmProgress::Place>(progress[i]);
     }
     const auto peer = [&](size_t i) {
-      const auto bell = progress[i]->bell_of_peer(progress[i]->bell().fds());
-      return std::make_unique<ShmPeer>(static_cast<int>(i), -1, bell, places[i]->number());
+      const auto doorbell = progress[i]->doorbell_of_peer(progress[i]->doorbell().fds());
+      return std::make_unique<ShmPeer>(static_cast<int>(i), -1, doorbell, places[i]->number());
     };
     sending = peer(0);
     receiving = peer(1);
@@ -497,11 +497,11 @@ struct BadPeer {
       return rendezvous.meet(0, 1, meeting.address(), Clock::now() + limit, checkpoint);
     });
     const uint32_t number = place.number();
-    const LocalMeeting::Protocol protocol{0x6d637031, sizeof number, 1 + ShmBell::kFds, "shared memory"};
+    const LocalMeeting::Protocol protocol{0x6d637031, sizeof number, 1 + Doorbell::kFds, "shared memory"};
     auto met = meeting.meet(
         {{0, its_address.get()}, {1, meeting.address()}}, 1, protocol,
         [&](int32_t) {
-          LocalMeeting::Greeting greeting{std::vector<std::byte>(sizeof number), progress->bell().fds()};
+          LocalMeeting::Greeting greeting{std::vector<std::byte>(sizeof number), progress->doorbell().fds()};
           greeting.descriptors.push_back(pipe);
           std::memcpy(greeting.bytes.data(), &number, sizeof number);
           return greeting;
@@ -530,10 +530,10 @@ struct BadPeer {
     CHECK(heard() == "+");
     uint32_t there = 0;
     std::memcpy(&there, good.bytes.data(), sizeof there);
-    std::vector<int> bell;
-    for (size_t i = 0; i < ShmBell::kFds; ++i) bell.push_back(good.descriptors[i].get());
-    in = ShmPipe::open(good.descriptors[ShmBell::kFds].get());
-    peer = std::make_unique<ShmPeer>(0, good.socket.release(), progress->bell_of_peer(bell), there);
+    std::vector<int> doorbell;
+    for (size_t i = 0; i < Doorbell::kFds; ++i) doorbell.push_back(good.descriptors[i].get());
+    in = ShmPipe::open(good.descriptors[Doorbell::kFds].get());
+    peer = std::make_unique<ShmPeer>(0, good.socket.release(), progress->doorbell_of_peer(doorbell), there);
     return other.get();
   }
 };

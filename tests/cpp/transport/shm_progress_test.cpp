@@ -402,13 +402,13 @@ TEST_CASE("processes with a core each look before they sleep, those that share o
   };
   const auto first = process(0);
   const auto beside = process(0);
-  CHECK(first->bell().cores().count() == 1);
+  CHECK(first->doorbell().cores().count() == 1);
   const int alone = first->patience();
   CHECK(alone > 1);
   {
-    const auto bell = first->bell_of_peer(beside->bell().fds());
+    const auto doorbell = first->doorbell_of_peer(beside->doorbell().fds());
     CHECK(first->patience() == 1);
-    CHECK(first->bell_of_peer(beside->bell().fds()) == bell);  // the same process in another group
+    CHECK(first->doorbell_of_peer(beside->doorbell().fds()) == doorbell);  // the same process in another group
     CHECK(first->patience() == 1);
   }
   CHECK(beside->patience() == alone);  // it does not know the first
@@ -417,8 +417,9 @@ TEST_CASE("processes with a core each look before they sleep, those that share o
     return;
   }
   const auto apart = process(1);
-  const auto bell = first->bell_of_peer(apart->bell().fds());  // the bell of `beside` is not held any longer
+  const auto doorbell =
+      first->doorbell_of_peer(apart->doorbell().fds());  // the doorbell of `beside` is not held any longer
   CHECK(first->patience() == alone);
-  const auto third = first->bell_of_peer(beside->bell().fds());
+  const auto third = first->doorbell_of_peer(beside->doorbell().fds());
   CHECK(first->patience() == 1);
 }

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from meshcast.errors import AbortedError, DeadlineExceededError, LayoutError, MeshcastError
-from meshcast.transfers.pinned import Passage, PinnedPool
+from meshcast.transfers.pinned import HostStaging, PinnedPool
 from multiproc.fake_gpu import FakeGpu
 
 pytestmark = pytest.mark.timeout(60)
@@ -51,16 +51,16 @@ def new_call(timeout: float = 30.0) -> Any:
     return Call(timeout)
 
 
-def passage(
+def staging(
     gpu: FakeGpu, tensor: torch.Tensor, way: tuple[bool, bool], call: Any = None, pool: Any = None
-) -> Passage:
+) -> HostStaging:
     sides = ([tensor], [None]) if way == TO_HOST else ([None], [tensor])
-    return Passage(gpu, pool or PinnedPool(gpu.pinned), call or new_call(), 3, *sides, way)
+    return HostStaging(gpu, pool or PinnedPool(gpu.pinned), call or new_call(), 3, *sides, way)
 
 
 def arriving(gpu: FakeGpu, tensor: torch.Tensor, work: Work) -> tuple[torch.Tensor, Any]:
     """A call whose result goes to `tensor`: where the transfer writes, and the work of the call."""
-    made = passage(gpu, tensor, TO_GPU)
+    made = staging(gpu, tensor, TO_GPU)
     (host,) = made.dst
     assert host is not None
     return host, made.landing(work)
@@ -121,7 +121,7 @@ def test_blocks_of_a_call_that_failed_are_given_up(started: bool) -> None:
 def test_the_memory_of_a_call_is_its_own_until_it_has_landed() -> None:
     gpu, call, work = FakeGpu(2), new_call(), Work()
     pool = PinnedPool(gpu.pinned)
-    made = passage(gpu, torch.zeros(2000), TO_GPU, call, pool)
+    made = staging(gpu, torch.zeros(2000), TO_GPU, call, pool)
     (host,) = made.dst
     assert host is not None
     call.work = made.landing(work)
@@ -136,9 +136,9 @@ def test_a_source_leaves_behind_the_stream_and_its_limit_is_kept() -> None:
     gpu, x = FakeGpu(3), torch.zeros(5, 3)
     gpu.stalled = True
     gpu.enqueue(lambda: x.fill_(7))
-    made = passage(gpu, x, TO_HOST)
+    made = staging(gpu, x, TO_HOST)
     assert not made.has_left()
-    short = passage(gpu, x, TO_HOST, new_call(0.05))
+    short = staging(gpu, x, TO_HOST, new_call(0.05))
     with pytest.raises(DeadlineExceededError, match=r"reshard on rank 3: the GPU had not .* within 0.05 s"):
         short.leave(lambda: None)
     with pytest.raises(AbortedError, match="while the GPU copied the source to the host: the job is over"):
@@ -153,7 +153,7 @@ def test_a_source_leaves_behind_the_stream_and_its_limit_is_kept() -> None:
 def test_a_copy_to_the_host_that_cuda_gives_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """By leave(); has_left(), which others ask under their locks, only says no."""
     gpu = FakeGpu(4)
-    made = passage(gpu, torch.ones(4), TO_HOST)
+    made = staging(gpu, torch.ones(4), TO_HOST)
 
     def drive(_: object) -> None:
         raise RuntimeError("CUDA error: an illegal address")
@@ -243,8 +243,8 @@ def test_tensors_on_two_gpus_and_captures_are_refused_before_anything_is_enqueue
     pool = PinnedPool(gpu.pinned)
     sides: Any = [[mock.Mock(**{"device.index": index, "numel.return_value": 2})] for index in (1, 0)]
     with pytest.raises(LayoutError, match=r"on several GPUs of this rank, \[0, 1\]"):
-        Passage(gpu, pool, new_call(), 3, *sides, (True, True))
+        HostStaging(gpu, pool, new_call(), 3, *sides, (True, True))
     gpu.captures = True
     with pytest.raises(LayoutError, match="is being captured into a CUDA graph"):
-        passage(gpu, torch.ones(2), TO_HOST, pool=pool)
+        staging(gpu, torch.ones(2), TO_HOST, pool=pool)
     assert not gpu.pinned_bytes and not gpu.ways

@@ -1,4 +1,4 @@
-"""What a passage asks of torch.cuda, in which order, with a torch.cuda that only writes it down."""
+"""What a staging asks of torch.cuda, in which order, with a torch.cuda that only writes it down."""
 
 from __future__ import annotations
 

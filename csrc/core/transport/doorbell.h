@@ -22,19 +22,19 @@ enum class ShmHalf : uint32_t { Sending, Receiving };
 enum class ShmSleeper : uint32_t { Nobody, Thread, Driver };
 
 // Where a process is told that a half of one of its groups has something to do: by its peers, which map it and
-// hold the bells of its Progress, and by itself. One for a process, so that one thread can sleep for all
+// hold the doorbells of its Progress, and by itself. One for a process, so that one thread can sleep for all
 // groups. The sleeper announces itself, looks for calls once more and only then sleeps; who calls looks for the
 // announcement afterwards. Both sides use sequentially consistent operations, so that at least one of them sees
 // the other. What peers write here costs a look at most.
-class ShmBell {
+class Doorbell {
  public:
-  explicit ShmBell(const Progress& progress);      // of this process
-  explicit ShmBell(const std::vector<int>& peer);  // what its fds() are here; throws std::runtime_error
+  explicit Doorbell(const Progress& progress);      // of this process
+  explicit Doorbell(const std::vector<int>& peer);  // what its fds() are here; throws std::runtime_error
 
   static constexpr size_t kFds = 3;
   std::vector<int> fds() const;  // that peers need; of this process
 
-  // CPUs on which the process could run when the bell was made; none where that is unknown.
+  // CPUs on which the process could run when the doorbell was made; none where that is unknown.
   using Cores = std::bitset<1024>;
   Cores cores() const;
 
@@ -63,7 +63,7 @@ class ShmBell {
   Page::Half& half_of(ShmHalf half) const { return page().halves[static_cast<size_t>(half)]; }
 
   ShmMapping memory_;
-  std::array<Descriptor, 2> bells_;  // as of Who
+  std::array<Descriptor, 2> doorbells_;  // as of Who
 };
 
 }  // namespace meshcast

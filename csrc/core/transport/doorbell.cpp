@@ -1,4 +1,4 @@
-#include "transport/shm_bell.h"
+#include "transport/doorbell.h"
 
 #include <algorithm>
 #include <bit>
@@ -13,7 +13,7 @@
 namespace meshcast {
 namespace {
 
-constexpr uint64_t kBellMagic = 0x6d6362656c6c3033;  // changes with the layout of ShmBell::Page
+constexpr uint64_t kDoorbellMagic = 0x6d6362656c6c3033;  // changes with the layout of Doorbell::Page
 
 Descriptor copy_of(int fd) {
   const int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
@@ -23,37 +23,37 @@ Descriptor copy_of(int fd) {
 
 }  // namespace
 
-ShmBell::ShmBell(const Progress& progress)
-    : memory_("meshcast-bell", sizeof(Page)),
-      bells_{copy_of(progress.bell(Who::Thread)), copy_of(progress.bell(Who::Driver))} {
+Doorbell::Doorbell(const Progress& progress)
+    : memory_("meshcast-doorbell", sizeof(Page)),
+      doorbells_{copy_of(progress.doorbell(Who::Thread)), copy_of(progress.doorbell(Who::Driver))} {
   auto* const page = new (memory_.base()) Page;
-  page->magic = kBellMagic;
+  page->magic = kDoorbellMagic;
   cpu_set_t here;
   static_assert(sizeof(here) == sizeof(page->cores));
   if (sched_getaffinity(0, sizeof(here), &here) == 0) std::memcpy(page->cores.data(), &here, sizeof(here));
 }
 
-ShmBell::ShmBell(const std::vector<int>& peer)
-    : memory_(peer[0], sizeof(Page)), bells_{copy_of(peer[1]), copy_of(peer[2])} {
-  if (page().magic != kBellMagic)
-    throw std::runtime_error("a peer's bell has another form; is its meshcast another version?");
+Doorbell::Doorbell(const std::vector<int>& peer)
+    : memory_(peer[0], sizeof(Page)), doorbells_{copy_of(peer[1]), copy_of(peer[2])} {
+  if (page().magic != kDoorbellMagic)
+    throw std::runtime_error("a peer's doorbell has another form; is its meshcast another version?");
 }
 
-std::vector<int> ShmBell::fds() const { return {memory_.fd(), bells_[0].get(), bells_[1].get()}; }
+std::vector<int> Doorbell::fds() const { return {memory_.fd(), doorbells_[0].get(), doorbells_[1].get()}; }
 
-ShmBell::Cores ShmBell::cores() const {
+Doorbell::Cores Doorbell::cores() const {
   Cores found;
   for (size_t i = page().cores.size(); i-- > 0;) found = found << 64 | Cores(page().cores[i]);
   return found;
 }
 
-void ShmBell::call(uint32_t group, ShmHalf half) {
+void Doorbell::call(uint32_t group, ShmHalf half) {
   half_of(half).calls[group / 64 % kWords].fetch_or(uint64_t{1} << group % 64);
   const auto who = static_cast<ShmSleeper>(half_of(half).sleeper.load());
   if (who != ShmSleeper::Nobody) wake(who);
 }
 
-int ShmBell::take(ShmHalf half, uint32_t* cursor) {
+int Doorbell::take(ShmHalf half, uint32_t* cursor) {
   auto& calls = half_of(half).calls;
   for (uint32_t i = 0; i <= kWords; ++i) {
     // The first word a second time at the end, for its groups before the cursor.
@@ -70,19 +70,19 @@ int ShmBell::take(ShmHalf half, uint32_t* cursor) {
   return -1;
 }
 
-bool ShmBell::called(ShmHalf half) const {
+bool Doorbell::called(ShmHalf half) const {
   const auto& calls = half_of(half).calls;
   return std::any_of(calls.begin(), calls.end(), [](const auto& word) { return word.load() != 0; });
 }
 
-void ShmBell::announce(ShmHalf half, ShmSleeper who) {
+void Doorbell::announce(ShmHalf half, ShmSleeper who) {
   half_of(half).sleeper.store(static_cast<uint32_t>(who));
 }
 
-void ShmBell::wake(ShmSleeper who) {
+void Doorbell::wake(ShmSleeper who) {
   const uint64_t one = 1;
-  const int bell = bells_[who == ShmSleeper::Driver ? 1 : 0].get();
-  [[maybe_unused]] const auto written = write(bell, &one, sizeof(one));  // a full counter rings already
+  const int doorbell = doorbells_[who == ShmSleeper::Driver ? 1 : 0].get();
+  [[maybe_unused]] const auto written = write(doorbell, &one, sizeof(one));  // a full counter rings already
 }
 
 }  // namespace meshcast
