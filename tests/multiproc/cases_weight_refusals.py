@@ -77,7 +77,7 @@ def _change_on_the_way(job: Job, buffers: int) -> None:
     job.meet(f"{buffers} one")
     if job.trains:
         job.become(2)
-        calls = job.sync._side._talk
+        calls = job.sync._side._conversation
         original = calls.run
 
         def run(*arguments):
