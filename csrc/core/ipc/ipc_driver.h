@@ -22,10 +22,10 @@ struct IpcRange {
 
 class IpcMappings;
 
-// What groups over CUDA IPC need of CUDA beside a RoundDevice, on its GPU. Events are recorded, waited for,
-// asked and freed by that, whether made here or opened: a wait is for what had been recorded when it was
-// enqueued, also where another process recorded it. Calls that fail throw Error. No two threads are inside at a
-// time.
+// The functions of CUDA that groups over CUDA IPC need in addition to a RoundDevice, on its GPU. The
+// RoundDevice records, awaits, queries and frees events, whether made here or opened: a wait is for what had
+// been recorded when it was enqueued, also where another process recorded it. Calls that fail throw Error. No
+// two threads are inside at a time.
 class IpcDriver {
  public:
   using Stream = RoundDevice::Stream;
@@ -42,8 +42,8 @@ class IpcDriver {
   virtual std::byte* open_memory(const IpcHandle& handle) = 0;
   virtual void close_memory(std::byte* base) noexcept = 0;  // from any thread
   virtual IpcMappings& mappings() = 0;                      // one for this process and GPU
-  // Always exportable, and never given back to the GPU: what somebody lets go of, the next who asks gets. So no
-  // peer has any of it mapped after it was freed.
+  // Always exportable, and never given back to the GPU: a released block serves the next request. So no peer
+  // has any of it mapped after it was freed.
   virtual std::shared_ptr<std::byte> allocate_exportable(int64_t nbytes) = 0;
 
   virtual Event make_ipc_event(IpcHandle* handle) = 0;

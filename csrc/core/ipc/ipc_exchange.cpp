@@ -128,7 +128,7 @@ void IpcExchange::name_messages() {
     auto& mine = places.emplace_back();
     for (const Outgoing& message : to.sends) mine.push_back(place_of(message, &bounced));
   }
-  // Phase 3: one event for all messages of the group, whoever gets them.
+  // Phase 3: one event for all messages of the group, to all receivers.
   device_.record(ready_, stream_);
   for (const uint64_t memory : exports_.take_forgotten()) {
     IpcNote note;
@@ -216,8 +216,8 @@ void IpcExchange::hear(Peer& from, const IpcNote& note) {
   }
 }
 
-// Where the peer has closed its group since, its GPU is through and its event may be gone: all that it said
-// before is heard before this.
+// If the peer has closed its group since, its GPU is done and its event may be destroyed: all its notes from
+// before are read before this.
 void IpcExchange::await_copied(Peer& by) {
   if (!std::exchange(by.has_copied, false)) return;
   if (!by.closed) device_.wait(stream_, by.copied);
@@ -225,8 +225,8 @@ void IpcExchange::await_copied(Peer& by) {
 }
 
 void IpcExchange::copy_messages(Peer& from) {
-  // What is in the inbox may be of a group that this rank has not begun: then nothing is expected, and it
-  // stays there.
+  // Notes in the inbox may be of a group that this rank has not begun: then nothing is expected, and they stay
+  // there.
   const bool any = !from.receives.empty();
   while (!from.receives.empty() && !from.inbox.empty()) {
     const IpcNote note = from.inbox.front();

@@ -22,7 +22,7 @@ namespace meshcast {
 // its stream wait for that event, copies, records its event `copied` and says so; the sender then has its
 // stream wait for that. So a stream only ever waits for what has been enqueued before, in whatever process, and
 // nothing that CUDA puts into one queue can come to wait for itself. The price is that a group stays in
-// progress until the hosts of its peers are in it: somebody calls progress() until then.
+// progress until the hosts of its peers are in it: progress() has to be called until then.
 //
 // An event is recorded again only in a later group, which begins when the peers have enqueued their waits for
 // it. Memory that cannot be exported is first copied into memory that can.
@@ -48,9 +48,9 @@ class IpcExchange {
   GroupOutcome end();       // names the messages, and progresses
   GroupOutcome progress();  // Success when all of the group is enqueued; also looks for peers that have exited
 
-  // Nothing of any group is under way. Tells the peers, which may go on without this rank.
+  // To be called while no group is under way. Notifies the peers, which may continue without this rank.
   void close() noexcept;
-  // The peers see this rank gone. What is on the GPU ends by itself.
+  // The peers see that this rank has ended. Work on the GPU ends by itself.
   void abort() noexcept;
 
  private:

@@ -52,8 +52,8 @@ class IpcExports {
 class IpcImports;
 
 // All imports of a process on one GPU, whichever lane or group they are of. CUDA refuses to map an address of
-// another process while what lay there before is mapped ("already mapped"), and the lane that has that mapped
-// may never hear that it is gone. Thread-safe.
+// another process while what lay there before is mapped ("already mapped"), and the lane that has it mapped may
+// never learn that it was freed. Thread-safe.
 class IpcMappings {
  public:
   void add(IpcImports* imports);
@@ -79,9 +79,9 @@ class IpcImports {
   IpcImports& operator=(const IpcImports&) = delete;
 
   void add(uint64_t memory, const IpcHandle& handle, int64_t nbytes);
-  // Null while it has to be mapped first and what was forgotten, or another lane still uses, is not closed yet:
-  // it may have lain where this is now. What it returns stays mapped until used_until(). Throws Error where the
-  // peer has named no such memory.
+  // Null while it has to be mapped first and forgotten memory, or memory that another lane still uses, is not
+  // closed yet: that may have had this address. The returned memory stays mapped until used_until(). Throws
+  // Error where the peer has named no such memory.
   const std::byte* at(uint64_t memory, int64_t offset, int64_t nbytes);
   // `event` has been recorded behind all uses of what at() returned.
   void used_until(RoundDevice::Event event);

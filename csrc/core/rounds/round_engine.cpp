@@ -67,7 +67,7 @@ RoundEngine::~RoundEngine() {
     fail(std::make_exception_ptr(Error(ErrorKind::Aborted, fmt::format("rank {}: the group was closed while "
                                                                        "transfers were under way",
                                                                        rank_))));
-  // What has failed ends at once. Its jobs look at queue_ itself, so it stays where it is until they are done.
+  // Failed runs end at once. The queue's jobs read queue_ itself, so it stays where it is until they are done.
   if (queue_) queue_->finish();
   for (const auto& run : runs_) {
     keep_for_good(std::move(run->memory_.keepalive));
@@ -119,7 +119,7 @@ void RoundEngine::cut_short(const std::shared_ptr<RoundRun>& run, RoundDevice::S
   } catch (const Error& error) {
     ask_observer(error, run);
   } catch (const std::exception& error) {
-    // Nothing that another rank could know more of; but where no caller is left to raise it, they must hear it.
+    // No other rank could know more of it; but if no caller is left to raise it, the others must be notified.
     if (queue_)
       ask_observer(
           Error(ErrorKind::Generic, fmt::format("rank {}: {} number {} could not be enqueued: {}", rank_,
@@ -216,7 +216,7 @@ void RoundEngine::fail(std::exception_ptr error) {
     device_->abort();
     ending.assign(runs_.begin(), runs_.end());
   }
-  // Their memory stays theirs until the GPU has let go of it, see poll().
+  // They keep their memory until the GPU has finished with it, see poll().
   for (const auto& run : ending) run->end_with(error);
 }
 

@@ -8,12 +8,12 @@
 
 #include "rounds/round_engine.h"
 
-// What a run becomes on the GPU: its steps, enqueued one by one.
+// Enqueues the steps of a run on the GPU, one by one.
 namespace meshcast {
 namespace {
 
-// Between two looks at a communicator that is in progress: soon enough beside a launch. A peer that is at the
-// same group answers within microseconds, which a sleep would miss: so the first looks follow each other.
+// Between two checks of a communicator that is in progress: short compared with a launch. A peer in the same
+// group answers within microseconds, which a sleep would miss: so the first checks follow each other.
 constexpr auto kGroupPause = std::chrono::microseconds(20);
 constexpr int kQuickLooks = 200;
 

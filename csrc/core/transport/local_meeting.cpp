@@ -23,8 +23,8 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr int kBacklog = 128;
-constexpr int kSliceMs = 5;                         // between two looks at whether to go on waiting
-constexpr auto kLook = milliseconds(50);            // after which ranks that have not come are looked after
+constexpr int kSliceMs = 5;                         // between two checks whether to continue waiting
+constexpr auto kLook = milliseconds(50);            // after which ranks that have not connected are checked
 constexpr auto kSilence = std::chrono::seconds(2);  // that a caller may keep before it is sent away
 constexpr size_t kMostCallers = 64;                 // that have not said who they are; more drive out the first
 constexpr size_t kSecretBytes = 32;                 // 128 bits, in hexadecimal
@@ -119,7 +119,7 @@ class Meeting {
                 context);
   }
 
-  // None where too many wait to be heard there at present.
+  // None if too many connections wait to be accepted there at present.
   Descriptor connect(int32_t other) const {
     Descriptor out = connect_to(name_of(addresses_.at(other)));
     if (out.get() < 0 && errno == ECONNREFUSED) gone(other);
@@ -133,7 +133,7 @@ class Meeting {
     if (!say(state.socket.get(), other)) state.socket = Descriptor();
   }
 
-  // It has yet to call. What it has put up to be called shows that it is there.
+  // That rank has not called yet. Its listening socket shows that it is alive.
   void look_after(int32_t other, Missing& state, TimePoint now) {
     if (state.process.get() >= 0 || now - state.looked < kLook) return;
     state.looked = now;
@@ -210,7 +210,8 @@ class Meeting {
     return sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) == whole;
   }
 
-  // What a rank of the group says. Else `over`: its sender is none, or has gone; not: nothing is there yet.
+  // The greeting of a rank of the group. If none, `over`: the sender is no such rank, or has exited; not
+  // `over`: nothing has arrived yet.
   std::optional<Peer> receive(Descriptor& socket, bool* over) const {
     if (socket.get() < 0) return std::nullopt;
     Hello hello;
@@ -225,7 +226,7 @@ class Meeting {
     message.msg_controllen = sizeof control;
     const ssize_t got = recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return std::nullopt;
-    // Whoever sent it, this process has these now.
+    // This process owns these now, from any sender.
     for (cmsghdr* h = CMSG_FIRSTHDR(&message); h; h = CMSG_NXTHDR(&message, h)) {
       if (h->cmsg_level != SOL_SOCKET || h->cmsg_type != SCM_RIGHTS) continue;
       for (size_t at = 0; CMSG_LEN(at + sizeof(int)) <= h->cmsg_len; at += sizeof(int)) {

@@ -38,8 +38,8 @@ std::shared_ptr<Progress> Progress::of_process() {
   return progress_of_process.get([] { return std::make_shared<Progress>(); });
 }
 
-// Two sleepers need two polls: what wakes a driver must not wake the thread as well. Doorbells are
-// edge-triggered, so that nobody has to read them.
+// Two sleepers need two polls: an event for a driver must not wake the thread. Doorbells are edge-triggered, so
+// that no thread has to read them.
 Progress::Progress()
     : changed_(std::make_unique<std::condition_variable>()),
       timer_(made(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK), "timerfd_create")) {
@@ -162,7 +162,7 @@ bool Progress::any_nobodys_locked() const {
                      [](const Entry& entry) { return entry.source && entry.keeper == Keeper::Nobody; });
 }
 
-// Who leaves a source with descriptors has not armed it, so the thread has to look in any case.
+// A driver that leaves a source with descriptors has not armed it, so the thread has to check it in any case.
 void Progress::leave_locked(std::initializer_list<Source*> sources) {
   left_ = Clock::now();
   bool grace = false;
@@ -240,7 +240,7 @@ void Progress::sleep(std::unique_lock<std::mutex>& lock, Who who, const std::fun
     if (entry.source && keeps(who, entry)) limit = std::min(limit, entry.source->due());
   }
   if (!busy && !stopping_ && !(who == Who::Thread && asked_)) {
-    // Who drives for long wakes no other thread meanwhile.
+    // A driver that drives for long wakes no other thread meanwhile.
     if (who == Who::Driver && timer_runs_ && !any_nobodys_locked()) set_timer({});
     lock.unlock();
     const bool timer_ended = !done() && wait(mine, limit);

@@ -16,8 +16,7 @@
 namespace meshcast {
 namespace {
 
-// What the ranks tell each other: the sender's number on its doorbell. The memory of its group and its
-// process's doorbell travel along.
+// Each rank sends its number on its own doorbell, with the memory of its group and its process's doorbell.
 constexpr LocalMeeting::Protocol kProtocol{0x6d636834, sizeof(uint32_t), 1 + Doorbell::kFds, "shared memory"};
 
 }  // namespace

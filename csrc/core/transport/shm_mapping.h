@@ -7,7 +7,7 @@
 namespace meshcast {
 
 // Memory without a name that processes share: a sealed memfd, mapped. Nothing of it is left once the processes
-// that map it are gone, however they went. A forked child does not have it. Throws std::runtime_error.
+// that map it have ended, in any way. A forked child does not have it. Throws std::runtime_error.
 class ShmMapping {
  public:
   ShmMapping() = default;

@@ -12,7 +12,7 @@ using Kind = ShmPipe::Kind;
 
 // Written at a time: small enough that the peer reads it from a core's caches while the next is written.
 constexpr int64_t kPieceBytes = 64 * 1024;
-// Of a call: what is larger is left to who waits, or to the thread.
+// Bytes that a call writes: more is left to a waiting thread, or to the thread.
 constexpr int64_t kWrittenInCall = 64 * 1024;
 constexpr int64_t kWrittenInTurn = 128 * 1024;
 
@@ -30,7 +30,7 @@ void ShmPairSender::send(uint64_t key, int64_t nbytes, std::unique_ptr<Outgoing>
       return payload->failed(peer_.rank(), error);
     }
     ends_.add(std::move(payload), over_);
-    return place_.call(ShmHalf::Sending);  // a turn tells
+    return place_.call(ShmHalf::Sending);  // a turn reports it
   }
   const uint64_t credit = ShmPipe::credit_of(first_bytes(nbytes));
   const bool begins = credit_used_ - pipe_.header().taken.load() + credit <= ShmPipe::kCreditBytes;

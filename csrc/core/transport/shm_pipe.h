@@ -53,13 +53,13 @@ class ShmPipe {
     alignas(64) std::atomic<uint64_t> head{0};      // bytes read
     std::atomic<uint64_t> taken{0};                 // of the bytes that came without asking, as credit
     alignas(64) std::atomic<uint32_t> awaited{0};   // the reader waits for something: records are worth a call
-    alignas(64) std::atomic<uint32_t> answered{0};  // the writer waits for an answer, likewise
+    alignas(64) std::atomic<uint32_t> answered{0};  // the writer waits: answers are worth a call
     ShmQueue<Answer, kMaxAnswers> answers;
   };
 
-  // Of this rank, which writes. Takes its size out of the process's budget; throws std::runtime_error.
+  // The pipe in which this rank writes. Takes its size out of the process's budget; throws std::runtime_error.
   static std::unique_ptr<ShmPipe> create();
-  // Of a peer. Checks everything that it will rely on. Does not close `fd`.
+  // The pipe of a peer. Checks everything that it will rely on. Does not close `fd`.
   static std::unique_ptr<ShmPipe> open(int fd);
 
   int fd() const { return memory_.fd(); }  // of a created one, until close_fd()

@@ -16,19 +16,18 @@
 
 namespace meshcast {
 
-// The shared memory of all groups of a process, as a source. Who drives does the receiving, and the sending too
-// while the thread sleeps; the thread does what is left. So a small message wakes one thread, that which waits
-// for it, and large ones are copied in and out at once.
+// The shared memory of all groups of a process, as a source. A driver receives, and also sends while the thread
+// sleeps; the thread does the rest. So a small message wakes one thread, that which waits for it, and large
+// ones are copied in and out at the same time.
 class ShmProgress final : public Source {
  public:
-  // A group's halves. A turn does a bounded part of what is to be done and waits for nothing; one thread at a
-  // time is in a half. Answers whether another is due. Who drives may call help() instead of copying at
-  // length.
+  // A group's halves. A turn does a bounded part of the work that is due and waits for nothing; one thread at a
+  // time is in a half. Returns whether another is due. A driver may call help() instead of copying at length.
   class Group {
    public:
     virtual ~Group() = default;
     virtual bool turn(ShmHalf half, Who who) = 0;
-    // Something that it watches has happened; both halves have a turn afterwards. Calls nobody.
+    // Something that it watches has happened; both halves have a turn afterwards. Must not call back.
     virtual void alarmed() {}
   };
 
@@ -52,7 +51,7 @@ class ShmProgress final : public Source {
     uint32_t number_ = 0;
   };
 
-  static std::shared_ptr<ShmProgress> of_process();  // made for the first group, gone with the last
+  static std::shared_ptr<ShmProgress> of_process();  // made for the first group, destroyed with the last
 
   explicit ShmProgress(std::shared_ptr<Progress> progress = Progress::of_process());
   ~ShmProgress() override;

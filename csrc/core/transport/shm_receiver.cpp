@@ -23,7 +23,7 @@ void ShmReceiver::recv(int peer, uint64_t key, int64_t nbytes, std::unique_ptr<I
   from.ambiguous |= from.posted.count(key) != 0;
   from.posted.emplace(key, Message{nbytes, 0, std::move(payload)});
   if (aborted_ || from.gone || from.broken || from.ambiguous) {
-    place_.call(ShmHalf::Receiving);  // a turn tells that it will not come
+    place_.call(ShmHalf::Receiving);  // a turn reports that it will not come
   } else {
     post_locked(from, {key, nbytes});
   }
@@ -56,8 +56,8 @@ bool ShmReceiver::turn() {
   return more;
 }
 
-// As many fragments as a peer has slots: no peer can keep the others waiting. True where there may be more of
-// which this rank was told before; what comes from now on calls again.
+// As many fragments as a peer has slots: no peer can keep the others waiting. True if there may be more of
+// which this rank was notified before; later fragments call again.
 bool ShmReceiver::drain(Peer& peer) {
   if (peer.broken) return false;
   Fragment fragment;
@@ -116,7 +116,8 @@ bool ShmReceiver::take(Peer& peer, const Fragment& fragment) {
   return true;
 }
 
-// Tells the messages that will not come any longer. What a peer had published before it went is drained first.
+// Ends the messages that will not come any longer. Fragments that a peer had published before it ended are
+// drained first.
 void ShmReceiver::end_lost(Peer& peer) {
   std::multimap<uint64_t, Message> lost;
   TransportError error(TransportError::Cause::Aborted, "the group was aborted");

@@ -13,9 +13,9 @@
 
 namespace meshcast {
 
-// The receiving half of one rank: tells senders what it has posted and copies out of their slots what they
-// announce. A turn drains every sender without waiting for anything else, which is what keeps slots from being
-// occupied for ever.
+// The receiving half of one rank: notifies senders of its receives and copies the announced fragments out of
+// their slots. A turn drains every sender without waiting for anything else, so no slot stays occupied for
+// ever.
 class ShmReceiver {
  public:
   explicit ShmReceiver(ShmMembership& membership);
@@ -25,7 +25,7 @@ class ShmReceiver {
   void abort() noexcept;
   bool turn();    // one at a time; answers whether another is due
   bool waits();   // whether anything is posted
-  void finish();  // abort(), and tells all messages; no turn is under way, and none will be
+  void finish();  // abort(), and ends all messages; no turn is under way, and none will be
 
  private:
   struct Message {

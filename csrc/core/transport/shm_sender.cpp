@@ -201,7 +201,7 @@ bool ShmSender::turn(const std::function<bool()>& helped) {
   while (!ready_.empty() && !aborted_ && copied < own_.slot_bytes()) {
     if (ready_.front()->nbytes > kInlineBytes && helped()) return true;
     if (!have_slot_locked()) return false;
-    // Off the queue while it is being copied, so that nobody else ends it meanwhile.
+    // Off the queue while it is being copied, so that no other thread ends it meanwhile.
     std::unique_ptr<Message> message = std::move(ready_.front());
     ready_.pop_front();
     const uint32_t slot = free_.back();
@@ -226,8 +226,8 @@ bool ShmSender::turn(const std::function<bool()>& helped) {
   return !ready_.empty();
 }
 
-// failed() is called without the lock, since it may call back into this object. Everything that is told has
-// been taken off all lists first, so each message hears of its end once.
+// failed() is called without the lock, since it may call back into this object. Every message that is reported
+// has been taken off all lists first, so it ends once.
 void ShmSender::tell_broken(std::unique_lock<std::mutex>& lock) {
   if (aborted_) {
     for (auto& message : ready_) broken_.push_back({std::move(message), 0, aborted_error()});

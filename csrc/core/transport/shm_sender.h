@@ -17,7 +17,7 @@
 namespace meshcast {
 
 // The sending half of one rank: matches messages with the receives that its peers have posted, copies them
-// piece by piece into the slots of its own memory and tells every receiver of each piece.
+// piece by piece into the slots of its own memory and notifies every receiver of each piece.
 class ShmSender {
  public:
   explicit ShmSender(ShmMembership& membership);
@@ -29,7 +29,7 @@ class ShmSender {
   // Copies about a slot's worth; one turn at a time. Answers whether another is due. `helped`: asked before
   // what is large; true where another thread will do it.
   bool turn(const std::function<bool()>& helped);
-  void finish();  // abort(), and tells all messages; no turn is under way, and none will be
+  void finish();  // abort(), and ends all messages; no turn is under way, and none will be
 
  private:
   struct Message {
@@ -41,7 +41,7 @@ class ShmSender {
   };
   using MessageIt = std::list<std::unique_ptr<Message>>::iterator;
   using PostKey = std::pair<uint32_t, uint64_t>;  // link, key
-  // A message that has ended badly, and why; told in a turn, without the lock.
+  // A message that has failed, and why; reported in a turn, without the lock.
   struct Broken {
     std::unique_ptr<Message> message;
     uint32_t link = 0;
