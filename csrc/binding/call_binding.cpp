@@ -39,8 +39,7 @@ bool fit_all(const OptionalTensors& shards, const std::vector<ExpectedShard>& ex
   return true;
 }
 
-// Calls that nobody has waited for yet. A forked child has none of its parent's. Whoever holds the lock waits
-// for nothing else.
+// Calls that have had no wait yet. A forked child has none of its parent's. The lock is never held in a wait.
 struct Flying {
   std::mutex mutex;
   std::list<std::shared_ptr<Call>> calls;
@@ -272,7 +271,7 @@ bool Call::completes() {
   return completed;
 }
 
-// Others that wait for it go on once it is done.
+// Other waiters continue once it is done.
 void Call::finish() {
   const std::lock_guard lock(finish_mutex_);
   if (std::exchange(finished_, true)) return;
@@ -521,7 +520,7 @@ void bind_transfers(py::module_& m) {
       .def("new_flight", &PythonTransfer::new_flight, py::arg("reverse"));
 }
 
-// Of a DTensor, its part on this rank. None where the object is no tensor, or has none.
+// The part of a DTensor on this rank. None if the object is no tensor, or has none.
 std::optional<at::Tensor> local_of(py::handle object) {
   static PyObject* const name = PyUnicode_InternFromString("_local_tensor");
   if (!THPVariable_Check(object.ptr())) return std::nullopt;

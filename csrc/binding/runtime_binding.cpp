@@ -77,7 +77,7 @@ Splitter splitter(py::function function) {
   };
 }
 
-// A task of the executor that calls Python. What it raises is printed, as torch does for add_done_callback().
+// A task of the executor that calls Python. Its exceptions are printed, as torch does for add_done_callback().
 std::function<void()> python_task(py::function function) {
   return [function = kept(std::move(function))] {
     const py::gil_scoped_acquire gil;

@@ -13,12 +13,12 @@
 
 namespace meshcast {
 
-// What one start is given besides the plan.
+// The arguments of one start, apart from the plan.
 struct StartArgs {
   int64_t ordinal = 0;  // of the call in its lane; a backward has that of its forward
   bool reverse = false;
   std::vector<std::optional<at::Tensor>> source;       // by problem; none where this rank holds nothing
-  std::vector<std::optional<at::Tensor>> destination;  // likewise
+  std::vector<std::optional<at::Tensor>> destination;  // by problem
   double timeout_seconds = 0;
   std::vector<DigestNans> nans{};  // by problem, where digests are taken of what is copied; else empty
 };

@@ -107,7 +107,7 @@ ElementType checked_type(const std::optional<at::Tensor>& source, ReduceOp op, s
 void refuse_overlap(const std::optional<at::Tensor>& source, const std::optional<at::Tensor>& destination,
                     size_t index) {
   if (!source || !destination || source->numel() == 0 || destination->numel() == 0) return;
-  // What has no strides is refused for that.
+  // Tensors without strides are refused for that reason.
   if (source->layout() != at::kStrided || destination->layout() != at::kStrided) return;
   const auto status = at::get_overlap_status(*source, *destination);
   if (status == at::MemOverlapStatus::Full || status == at::MemOverlapStatus::Partial) {

@@ -48,7 +48,7 @@ class GroupTransport final : public ProbingTransport {
 
   uint64_t id() const { return id_; }
 
-  // What came from another rank; `data` is nbytes long and goes with Kind::Data alone.
+  // A message from another rank; `data` is nbytes long and goes with Kind::Data alone.
   void arrived_locked(Kind kind, const Header& header, const std::byte* data, int64_t nbytes);
   void abort_locked();
   void lost_locked(uint64_t process, const std::string& why);
@@ -83,16 +83,16 @@ class GroupTransport final : public ProbingTransport {
     int32_t left_rails = 0;               // on which it has said that it leaves
     bool told = false;                    // that this rank leaves
     std::string lost;                     // why nothing comes from there any longer; empty while something may
-    std::string cause;                    // that it told when it left
+    std::string cause;                    // that it sent when it left
     TimePoint leaves = TimePoint::max();  // when it counts as lost because it has left
   };
   struct Receiving {
     std::unique_ptr<Incoming> message;
     int64_t nbytes = 0;
     int64_t arrived = 0;  // bytes
-    bool posted = false;  // the sender has been told
+    bool posted = false;  // the sender has been notified
   };
-  struct Arrival {                // what nobody has posted yet
+  struct Arrival {                // a message without a receive
     std::vector<std::byte> data;  // the bytes that were sent eagerly
     int64_t nbytes = 0;           // of the message
     bool announced = false;       // its sender waits for a post before it sends the rest

@@ -24,7 +24,7 @@ void GroupTransport::recv(const Envelope& from, int64_t nbytes, std::unique_ptr<
     const Arrival& begun = arrival.mapped();
     const auto count = static_cast<int64_t>(begun.data.size());
     if (begun.nbytes == nbytes) {
-      lock.unlock();  // nobody else knows the message yet
+      lock.unlock();  // no other thread knows the message yet
       message->write(0, count, begun.data.data());
       lock.lock();
       arrived = count;

@@ -28,7 +28,7 @@ struct PlaneOptions {
 };
 
 // All that a process has of UCX: a worker for each rail, the connections to other processes, and one thread
-// that makes them go on. Shared by all private groups; made by the first and gone with the last.
+// that drives them. Shared by all private groups; made by the first and destroyed with the last.
 class Plane {
  public:
   // The plane of this process. Made with these options if there is none, else they change nothing.
@@ -42,14 +42,14 @@ class Plane {
   // Of the messages that this build sends: ranks with different ones understand nothing of each other.
   static uint32_t wire_version();
 
-  // The connections of a group. Throws LayoutError where what the ranks told does not fit. id: the same on all
+  // The connections of a group. Throws LayoutError if the values from the ranks do not fit. id: the same on all
   // its ranks, and of no other group ever. members: by rank in the group. first_rail: by rank, of its first
   // message to any other; the next takes the next one.
   virtual std::shared_ptr<ProbingTransport> join(uint64_t id, std::vector<Address> members, int rank,
                                                  std::vector<int32_t> first_rail) = 0;
 
-  // For ranks that wait for a process with which they have no group yet: tells, whenever it is called, why that
-  // process cannot be reached any longer; "" as far as this is not known.
+  // For ranks that wait for a process with which they have no group yet: returns, whenever it is called, why
+  // that process cannot be reached any longer; "" as long as this is not known.
   virtual std::function<std::string()> watch(const Address& address) = 0;
 };
 

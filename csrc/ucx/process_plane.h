@@ -33,8 +33,8 @@ class ProcessPlane final : public Plane, public Source, public std::enable_share
   ~ProcessPlane() override;
 
   // The process ends while groups still have the plane: UCX goes in order, before its own destructors run and
-  // while all that it calls is still there. Takes three seconds at most: a thread may be held up in what it
-  // tells, and a peer may not answer.
+  // while all that it calls is still there. Takes three seconds at most: a thread may be blocked in a callback,
+  // and a peer may not answer.
   void end_with_process();
 
   // Nothing moves any longer. Answers whether no thread was in UCX by then.
@@ -57,7 +57,7 @@ class ProcessPlane final : public Plane, public Source, public std::enable_share
 
   const Api& api() const { return api_; }
 
-  // Whether this is a child that was forked with the plane: it must not touch it.
+  // True in a child that was forked with the plane: it must not touch it.
   bool foreign() const { return origin_.foreign(); }
 
   void tell();  // without the lock: the ends that are queued
@@ -75,8 +75,8 @@ class ProcessPlane final : public Plane, public Source, public std::enable_share
   void queue_locked(Pump pump) { pumps_.push_back(std::move(pump)); }
   Fragment fragment_locked();
   void give_back_locked(Fragment fragment);
-  // Whether so many are in use that nobody should take more than one: memory then does not grow with the peers
-  // by more than that one.
+  // True if so many are in use that no line should take more than one: memory then grows with the peers by no
+  // more than that one.
   bool many_fragments_locked() const { return fragments_in_use_ >= kManyFragments; }
 
   // Sends with UCX; what is not complete at once ends later. Answers whether it was.
@@ -92,7 +92,7 @@ class ProcessPlane final : public Plane, public Source, public std::enable_share
     std::unique_ptr<Worker> worker;
     std::array<Inbox, kKinds> inboxes;
   };
-  // What came for a group that this process has not joined yet.
+  // A message for a group that this process has not joined yet.
   struct Early {
     Kind kind = Kind::Data;
     Header header;
@@ -148,7 +148,7 @@ class ProcessPlane final : public Plane, public Source, public std::enable_share
   int fragments_in_use_ = 0;
   bool over_ = false;  // end_with_process() was called
   bool stopped_ = false;
-  std::condition_variable changed_;  // something was told, stopped_
+  std::condition_variable changed_;  // an end was reported, stopped_
   std::atomic<Keeper> keeper_{Keeper::Thread};
   const std::shared_ptr<Progress> progress_;
 };

@@ -19,7 +19,7 @@ constexpr unsigned kApiMinor = 13;
 
 // What the user has set for UCX; null if nothing.
 const char* given(const std::string& name) {
-  return std::getenv(("UCX_" + name).c_str());  // NOLINT(concurrency-mt-unsafe): UCX reads it likewise
+  return std::getenv(("UCX_" + name).c_str());  // NOLINT(concurrency-mt-unsafe): UCX reads it in the same way
 }
 
 // Starts a thread and ends it. UCX ends the process where it cannot have its own: what this one leaves (the

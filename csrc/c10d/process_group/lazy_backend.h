@@ -13,12 +13,12 @@ struct GpuBackendMaker {
   // Makes the backend, or hands out the one that was made before; `op` names the call that needs it. Throws a
   // typed error where there can be none.
   std::function<c10::intrusive_ptr<c10d::Backend>(const char* op)> make;
-  // Whether this process has a GPU and NCCL at all, that is whether make() has a chance.
+  // True if this process has a GPU and NCCL at all, that is if make() can succeed.
   std::function<bool()> possible;
 };
 
-// A backend that is made when a call first needs it. What its owner was told before (its limit, its end) holds
-// for it from the start. Any thread.
+// A backend that is made when a call first needs it. Earlier settings (its limit, its end) hold for it from the
+// start. Any thread.
 class LazyBackend {
  public:
   explicit LazyBackend(GpuBackendMaker side) : side_(std::move(side)) {}

@@ -19,7 +19,7 @@
 
 namespace meshcast {
 
-// What a message is, in messages to the user. Ranks are global ones.
+// The names of a message in texts for the user. Ranks are global ones.
 struct MessageLabel {
   bool sends = false;
   int32_t rank = -1;
@@ -28,7 +28,8 @@ struct MessageLabel {
   int64_t nbytes = 0;
 };
 
-// A point-to-point message, from the call to its end. Thread-safe; calls nobody but wake() of its transport.
+// A point-to-point message, from the call to its end. Thread-safe; calls nothing except wake() of its
+// transport.
 class MessageState {
  public:
   // `memory`: the tensor, which goes when the message has ended.
@@ -39,10 +40,10 @@ class MessageState {
   bool ended() const;
   std::exception_ptr error() const;
 
-  // From here on a thread that waits makes this transport go on.
+  // From here on a thread that waits drives this transport.
   void travels_over(const std::shared_ptr<Transport>& transport);
 
-  // The message for a receive from anybody has come; both by their numbers, in the group and globally.
+  // The message for a receive from any rank has come; both by their numbers, in the group and globally.
   void comes_from(int source, int32_t peer);
   int source() const;  // in the group
 
@@ -73,7 +74,7 @@ class MessageState {
 
 class PointToPoint;
 
-// The Work of a message. Unlike gloo's it can be polled, and its errors are typed.
+// The Work of a message. In contrast to gloo's it can be polled, and its errors are typed.
 class MessageWork final : public c10d::Work {
  public:
   // limit: what wait() allows where it is given none.

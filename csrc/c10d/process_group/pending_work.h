@@ -51,7 +51,7 @@ class PendingWork final : public c10d::Work {
   std::condition_variable settled_;
   c10::intrusive_ptr<c10d::Work> running_;
   std::exception_ptr refused_;    // why it was never started
-  FuturePtr future_;              // null until somebody asks
+  FuturePtr future_;              // null until it is requested
   std::shared_ptr<void> thread_;  // for its callbacks
 };
 

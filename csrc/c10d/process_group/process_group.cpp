@@ -208,7 +208,7 @@ bool ProcessGroupMeshcast::takes_multicast(const Tensors& tensors) const {
          static_cast<int64_t>(tensor.nbytes()) >= multicast_.at_least;
 }
 
-// gloo of torch before 2.14 has no getError and throws; a group that can still be asked has no error to tell.
+// gloo of torch before 2.14 has no getError and throws; a group that can still be asked has no error to report.
 c10d::ErrorType ProcessGroupMeshcast::getError() {
   const auto gpu = cuda_.made();
   return gpu ? gpu->getError() : c10d::ErrorType::SUCCESS;
@@ -329,7 +329,7 @@ c10::intrusive_ptr<Work> ProcessGroupMeshcast::alltoall(Tensors& outputs, Tensor
              [&](Backend& backend) { return backend.alltoall(outputs, inputs, opts); });
 }
 
-// What it would refuse is refused by the inner backend, in its own words.
+// The inner backend refuses what point-to-point messages would refuse, with its own text.
 bool ProcessGroupMeshcast::takes_point_to_point(const Tensors& tensors, int peer, int tag) const {
   if (!point_to_point_ || reconfigured_ || tensors.size() != 1 || tag < 0) return false;
   const at::Tensor& tensor = tensors.front();

@@ -17,7 +17,7 @@ constexpr auto kPause = std::chrono::milliseconds(1);  // between two looks at a
 constexpr auto kFlushLimit = std::chrono::seconds(2);  // for what NCCL still has to pass on when a group closes
 constexpr auto kAbortLimit = std::chrono::seconds(5);  // an abort that hangs is left behind, see abort()
 
-// Aborts on a thread of its own: it has been seen to hang, and nobody must hang with it.
+// Aborts on a thread of its own: it has been seen to hang, and no other thread must hang with it.
 std::future<void> abort_aside(const NcclLibrary& nccl, ncclComm_t comm, int device) {
   auto done = std::make_shared<std::promise<void>>();
   std::future<void> out = done->get_future();

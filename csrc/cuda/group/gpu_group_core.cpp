@@ -34,7 +34,7 @@ void check_type(const char* side, const std::optional<at::Tensor>& tensor, at::S
                                   c10::toString(expected), c10::toString(tensor->scalar_type())));
 }
 
-// What a run keeps until the GPU is done with it.
+// The objects that a run keeps until the GPU is done with them.
 struct Kept {
   std::shared_ptr<void> tensors;
   std::shared_ptr<CudaDevice::Gate> gate;
@@ -253,8 +253,8 @@ void GpuGroupCore::fail(const std::exception_ptr& error) {
   control_->abort(text_of(error));
 }
 
-// Ends what is through, frees its tensors and looks for errors of NCCL. Goes on after a failure, until the GPU
-// has let go of everything.
+// Ends complete runs, frees their tensors and checks for errors of NCCL. Continues after a failure, until the
+// GPU has finished with everything.
 void GpuGroupCore::poll_loop() {
   std::unique_lock lock(poll_mutex_);
   while (!poll_stopping_) {
