@@ -426,7 +426,7 @@ def _read_mesh(mesh: Any) -> tuple[tuple[int, ...], list[int]]:
 
 
 def _read_placement(index: int, placement: Any) -> _Placement:
-    # Whoever holds a placement object has imported torch.distributed.tensor already, so this costs a lookup.
+    # The holder of a placement object has imported torch.distributed.tensor already, so this costs a lookup.
     from torch.distributed.tensor import placement_types as torch_types
 
     if isinstance(placement, torch_types._StridedShard):

@@ -138,7 +138,7 @@ _set_up = False
 _recorded = 0  # process whose end is
 _written = float("-inf")  # when, by time.monotonic()
 _patience = 0.0  # seconds of a wait that are worth a line; 0: none are
-_noticed = float("-inf")  # likewise, that a rank waits
+_noticed = float("-inf")  # when a wait was last reported
 _hosts: dict[int, str] = {}  # names, by rank
 
 

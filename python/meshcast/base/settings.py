@@ -22,7 +22,7 @@ _SYSFS = Path("/sys/class/net")
 _SIOCGIFFLAGS, _SIOCGIFADDR, IFF_UP, IFF_LOOPBACK = 0x8913, 0x8915, 1, 8  # of linux/sockios.h and linux/if.h
 _AT_IMPORT = "`import meshcast`"
 NOWHERE = "none"  # value of MESHCAST_FLIGHT_RECORD
-# Of builds and of the project's own tests.
+# Variables of builds and of the project's own tests.
 _OTHERS = ("MESHCAST_CUDA", "MESHCAST_FAULT", "MESHCAST_FAULT_SECONDS")
 _OTHER_PREFIX = "MESHCAST_TEST_"
 

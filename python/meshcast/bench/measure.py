@@ -214,7 +214,7 @@ def measure(
     return found | measured | {"not_run": unable}
 
 
-# Of one transfer: about as long as what is measured later, which also begins with a full bucket.
+# The length of one transfer: about that of what is measured later, which also begins with a full bucket.
 _SECONDS = 0.3
 _REPEATS = 3
 _LATENCY_US = 100.0

@@ -247,7 +247,7 @@ def _clock(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
-# What a rank raises because of another one.
+# Errors that a rank raises because of another one.
 _FOLLOW = ("AbortedError", "PeerLostError", "DeadlineExceededError", "PlanMismatchError")
 # In what a rank raises that cannot connect with another: interfaces are the reason only where that one lives.
 _UNREACHABLE = "no way to the peer"

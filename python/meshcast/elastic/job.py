@@ -37,7 +37,7 @@ __all__ = ["Before", "Job", "Training", "check_budget"]
 
 OP = "elastic.Job"
 _CALLER = Caller(OP)
-_STEPS = "meshcast.elastic.steps"  # entry of the state beside the user's
+_STEPS = "meshcast.elastic.steps"  # entry of the state, next to the user's
 _PAUSE = 0.02  # seconds between two looks for the start of a process group
 _MOST_BYTES = 1 << 62
 _MOST_STEPS = 10**9
@@ -369,7 +369,7 @@ class Job(Generic[T]):
         others_called = self._agree()
         result = self._finish()
         if others_called:
-            self._in_group = False  # together with all others, which heard it in the same call
+            self._in_group = False  # together with all others, which learnt it in the same call
         return result
 
     def _agree(self) -> bool:

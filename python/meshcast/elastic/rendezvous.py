@@ -40,7 +40,7 @@ from ..base.wire import pack, unpack
 
 HOST = "127.0.0.1"
 _LIMIT = timedelta(seconds=300)
-# Plain texts in the store, beside the messages.
+# Plain texts in the store, next to the messages.
 AGENT = "elastic/agent"  # there from the start, the job's id: the store is that of an agent
 JOB = "elastic/job"  # id of the job in flight records
 HOSTS = "elastic/hosts"  # how many have come; the next one's number

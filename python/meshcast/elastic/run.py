@@ -30,7 +30,7 @@ from .rendezvous import JobGoneError
 __all__ = ["main", "parser", "read", "run"]
 
 _DEFAULT_PORT = 29400  # torchrun's
-# Of torchrun, for what --rdzv-endpoint says here.
+# Options of torchrun that --rdzv-endpoint replaces here.
 _BY_ENDPOINT = ("node_rank", "master_addr", "master_port", "local_addr")
 _OTHERS = (
     *("start_method", "run_path", "event_log_handler", "duplicate_stdout_filters"),

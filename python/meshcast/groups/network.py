@@ -271,7 +271,7 @@ class Network:
             if choice != "gloo":
                 self._plane = plane(names, timeout)
         except MeshcastError as error:
-            if shortage(error):  # that is for the caller to tell: gloo needs threads and descriptors likewise
+            if shortage(error):  # the caller reports it: gloo needs threads and descriptors, too
                 raise
             if choice != "auto":
                 self.failure = str(error)

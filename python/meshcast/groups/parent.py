@@ -379,7 +379,7 @@ def _tell(
     parent = parents[0]
     if complete and known and sure:
         if parent.rank not in known:
-            return  # nobody waits for it
+            return  # no rank waits for it
         if parent.ranks.issuperset(known):
             lane = NO_LANE if prepares else 0
             parent.private(sorted(known)).refuse(lane, error, limit).wait()

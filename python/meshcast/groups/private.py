@@ -34,7 +34,7 @@ from .store import Shortage, as_shortage, few_descriptors
 __all__ = ["NO_LANE", "Connector", "PrivateGroup"]
 
 
-Lost = Callable[[], "tuple[int, str] | None"]  # a rank of the group that has gone, and why
+Lost = Callable[[], "tuple[int, str] | None"]  # a rank of the group that has exited, and why
 
 _warned: set[str] = set()  # reasons logged so far: one warning for each
 

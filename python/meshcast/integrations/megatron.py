@@ -20,7 +20,7 @@ from ..resharding.state_dict import reshard_state_dict
 __all__ = ["MeshcastCopyService"]
 
 _OP = "MeshcastCopyService"
-_PROBE = 64  # elements: what tells most different tensors apart without reading them all
+_PROBE = 64  # elements: enough to distinguish most tensors without reading all of them
 
 
 class _Message(NamedTuple):

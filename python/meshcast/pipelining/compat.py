@@ -138,7 +138,7 @@ def _next(computing: Sequence[Sequence[int]], begin: int, count: int) -> list[in
 
 
 # Actions that need none here: FSDP2 gathers and frees parameters in its own hooks, gradients are reduced when
-# the step ends, and nobody waits except for the value that is needed (the WAIT actions of torch 2.15).
+# the step ends, and a stage waits only for the value that it needs (the WAIT actions of torch 2.15).
 EXTRA_KINDS = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT")
 _WAITING = re.compile(r"(\d+)(WAIT(?:_[A-Z]+)*)(\d*)")
 

@@ -262,7 +262,7 @@ class PipelineStage(torch_stage.PipelineStage):
         self._late: dict[int, SplitBackward] = {}  # those whose weight gradients are to come
         self._stood_in = False  # whether a micro-batch of this step ran on stand_ins
         self._watched: int | None = None  # the micro-batch of this step in which the module is looked at
-        # Learnt while the module runs. What compiled code exchanges cannot be seen.
+        # Learnt while the module runs. Exchanges in compiled code cannot be seen.
         self._together = any(  # whether it exchanges values with ranks that have other samples
             hasattr(each, "_orig_mod") or each._compiled_call_impl is not None
             for each in self.submod.modules()

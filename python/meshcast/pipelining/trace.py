@@ -93,7 +93,7 @@ def exposed_seconds(spans: Iterable[Span]) -> dict[int, float]:
     sent: dict[Action, float] = {}
     for span in spans:
         if span.action.kind.is_send:
-            # Of a value cut over several ranks the last part counts.
+            # The last part of a value cut over several ranks counts.
             sent[span.action] = max(sent.get(span.action, span.start), span.start)
     exposed: dict[int, float] = {}
     for span in spans:

@@ -262,7 +262,7 @@ class EdgeTransfers:
         self._rank = stage.rank
         # A transfer there need not be over when it has been waited for: wait() orders the compute stream.
         self.on_gpu = stage.device.type == "cuda"
-        # Whether a receiver may have to pass values on to another.
+        # True if a receiver may have to pass values on to another.
         self.relays = any(len(each.layout.ranks) > 1 for each in deliveries)
 
     def send(self, tensors: Sequence[torch.Tensor], timeout: float) -> Handle[Any]:

@@ -130,7 +130,7 @@ class _Visit:
                 raise
             waits = any(local is not None for local in incoming)
             if not waits:
-                # Sent when this has returned, while autograd may keep the same memory as somebody's .grad.
+                # Sent when this has returned, while autograd may keep the same memory as a .grad.
                 outgoing = [
                     local.clone() if local is not None and _shares(local, grads[i]) else local
                     for local, i in zip(outgoing, compiled.differentiable, strict=True)

@@ -148,7 +148,7 @@ class Resharder:
         except Exception as error:  # of this rank alone, where it has no GPU: the others raise as they call
             raise_refused(error, _OP, places_called(x, mesh), group, timeout)
         self._known_spec: Any = _NO_SPEC  # the spec object that the last source came with
-        self._known_out: Any = _NO_SPEC  # likewise the last `out`
+        self._known_out: Any = _NO_SPEC  # that of the last `out`
         self._reverse: Resharder | None = None
 
     def __repr__(self) -> str:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "Digests", "Kept", "Known", "check_twins", "check_whole", "torn"]
 
 
-_PAUSE = 0.0002  # seconds between two looks at whether a GPU is through
+_PAUSE = 0.0002  # seconds between two checks whether a GPU is done
 # Bytes that a compiled plan takes, about: for each tensor what Python keeps of it, for each box of each task
 # and message what C++ does.
 _PER_TENSOR, _PER_TASK, _PER_PIECE, _PER_HOP = 4000, 400, 400, 60
@@ -144,7 +144,7 @@ class Batch:
             nans = None if digests is None else [nans_of(move.problem.dtype) for move in self.moves]
             call = self._call = self._transfer.launch(sources, targets, left, driven=True, nans=nans)
         try:
-            try:  # beside the transfer, which reads the same memory
+            try:  # during the transfer, which reads the same memory
                 self._observe(digests, "src", sources)
             finally:
                 if call is not None:

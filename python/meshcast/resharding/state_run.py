@@ -447,7 +447,7 @@ class Conversation:
             changed = self.rows.read(topic, [other for other, row in rows.items() if row.values], deadline)
             known.values.update({other: unpack(_Values, theirs) for other, theirs in changed.items()})
             return known
-        # Of ranks with one digest only the first posts its text; one without a digest posts its own.
+        # Only the first of the ranks with one digest posts its text; one without a digest posts its own.
         first: dict[tuple[int, int], int] = {}
         speakers = {
             other: first.setdefault((row.low, row.high), other) if row.low or row.high else other
@@ -585,7 +585,7 @@ class Repeated:
         self._like: dict[str, Any] = {}  # of its entries, by their names in the state_dict
         self._outs: dict[str, Any] = {}
         self._into: dict[str, Any] = {}  # outputs among the destinations
-        self._kept: dict[int, Known] = {}  # by conversation: calls beside others have their own
+        self._kept: dict[int, Known] = {}  # by conversation: concurrent calls have their own
 
     def prepared(
         self,

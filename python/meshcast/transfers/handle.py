@@ -188,7 +188,8 @@ class Handle(Generic[T]):
             else:
                 self._call.work.get_future().add_done_callback(finish)
 
-        # What settles a call later is the thread that brings its group up, which callbacks may wait for.
+        # A call that settles later is settled by the thread that brings its group up, for which callbacks may
+        # wait.
         if self._call.is_settled():
             chain()
         else:

@@ -495,7 +495,7 @@ def as_before(stages: Sequence[PipelineStage]) -> Iterator[None]:
     gradients = [parameter.grad for parameter in parameters]
     whole = [stage.is_whole for stage in stages]
     for stage in stages:
-        stage.is_whole = False  # which measuring finds out; it warns of an order that nobody asked for
+        stage.is_whole = False  # set by measuring, whose warning is about an order that was not requested
     for parameter in parameters:
         parameter.grad = None
     try:

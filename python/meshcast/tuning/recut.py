@@ -454,6 +454,6 @@ def _slowest(stages: Sequence[Sequence[StageTimes]]) -> dict[str, Any]:
     return {
         "forward": [max(each.forward for each in ranks) for ranks in stages],
         "backward": [max(each.backward for each in ranks) for ranks in stages],
-        # Of a schedule that splits backwards, a stage that is not split computes all of it early.
+        # In a schedule that splits backwards, a stage that is not split computes all of it early.
         "weight": [max(each, default=0.0) for each in late] if any(late) else None,
     }
