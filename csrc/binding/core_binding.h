@@ -160,7 +160,7 @@ inline py::dict stats_of(const c10::intrusive_ptr<c10d::Work>& work) {
   py::dict out;
   out["bytes_sent"] = run.program().bytes_sent;
   out["bytes_received"] = run.program().bytes_received;
-  out["bytes_done"] = run.sent_bytes() + run.received_bytes();  // a GPU tells nothing until it is through
+  out["bytes_done"] = run.sent_bytes() + run.received_bytes();  // a GPU reports nothing before it has finished
   out["seconds"] = run.seconds();
   return out;
 }
