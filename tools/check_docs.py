@@ -177,7 +177,7 @@ def wide() -> list[str]:
 
 
 def unplain() -> list[str]:
-    """Lines about words in documents, docstrings and comments, and about texts unless LEFT has their number."""
+    """Lines about words in documents, docstrings and comments, and about wrong numbers in LEFT."""
     found: dict[str, list[tuple[int, str]]] = {}
     counts: dict[str, int] = {}
     for path in documents(ROOT):
