@@ -16,10 +16,10 @@ namespace py = pybind11;
 // bindings.
 void bind_errors(pybind11::module_& m);
 
-// The instance of its class that Python sees.
+// The instance of its Python class.
 pybind11::object instance_of(const Error& error);
 
-// The way back, for errors that Python keeps for a C++ caller: class, text and who, where and when.
+// The reverse, for errors that Python keeps for a C++ caller: class, text and fields.
 Error error_from(const pybind11::object& raised);
 
 // An exception of Python that passes through C++ and back, where it is the same object again.

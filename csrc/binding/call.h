@@ -39,12 +39,12 @@ class PythonTransfer final : public Transfer {
  public:
   struct Names {
     std::string op;
-    std::string what;  // is moved, in words
+    std::string what;  // the moved object, in words
     std::shared_ptr<const Members> members;
   };
 
-  // compile: returns op, descriptor, plan and that of the backward, and of both plans what the record shows.
-  // medium: moves what is not on CPUs; None.
+  // compile: returns op, descriptor, plan and that of the backward, and the facts of both plans for the record.
+  // medium: moves tensors that are not on CPUs; None.
   PythonTransfer(std::shared_ptr<Group> group, int32_t lane, bool is_shared, py::function compile, Names names,
                  py::object medium, std::vector<ExpectedShard> source, std::vector<ExpectedShard> destination);
 
@@ -58,7 +58,7 @@ class PythonTransfer final : public Transfer {
   }
   std::shared_ptr<Flight> new_flight(bool reverse) const;  // with the lock of the interpreter
   std::shared_ptr<PyObject> facts(bool reverse) const;     // null before it is compiled
-  // That of one direction, with `moved`, by peer, where it has none yet.
+  // The traffic of one direction, made from `moved` if it has none yet.
   std::shared_ptr<Traffic> traffic(bool reverse, const std::function<std::vector<PeerTraffic>()>& moved);
   bool note_agreed() { return !agreed_.exchange(true); }  // true the first time
   std::string descriptor() const;
@@ -95,15 +95,14 @@ class Call : public Start {
     destination_ = std::move(destination);
   }
   void submit();
-  // Waits as Start, then does the last steps, the first time. Throws what is left of earlier calls to be
-  // raised.
+  // Waits as Start, then does the last steps, the first time. Throws errors that are left from earlier calls.
   void wait_for_all();
   // Last steps, given before any wait: `from`, of another type, is copied to `to`; autograd learns that
   // `tensor` was written.
   void copy_at_end(at::Tensor to, at::Tensor from) { copied_.emplace_back(std::move(to), std::move(from)); }
   void wrote(at::Tensor tensor) { written_.push_back(std::move(tensor)); }
   // A source, whose memory is not kept: a wait reports whether it was changed meanwhile. A tensor made in
-  // inference mode does not count what is written on it.
+  // inference mode does not count writes.
   struct Watched {
     c10::VariableVersion counter;  // of the tensor and all of its views
     uint32_t version = 0;          // when it was given
@@ -112,10 +111,10 @@ class Call : public Start {
   void watch(const at::Tensor& source);
   // The first such source that was changed.
   std::optional<Watched> changed() const;
-  // wait_for_all(), and watches no longer. False where one was changed before the end, after which nothing
-  // is waited for, or in the wait.
+  // wait_for_all(), and watches no longer. False if a source was changed before the end, after which it does
+  // not wait, or in the wait.
   bool wait_unchanged();
-  bool completes();                                          // is_completed(), and notes what the next one says
+  bool completes();                                          // is_completed(), and sets ended_unchanged()
   bool ended_unchanged() const { return ended_unchanged_; }  // as completes() has found
   // On the thread that settles it; at once where it is settled.
   void when_settled(py::function call);
@@ -173,7 +172,7 @@ class Call : public Start {
 // its call before its peers have the data.
 void drain(const Group& group, TimePoint limit);
 
-// Counts and drops, of all of these, what has ended.
+// Counts and drops those of these calls that have ended.
 void look_at_flying();
 
 }  // namespace meshcast

@@ -69,7 +69,7 @@ auto without_gil(const Call& call) {
   return call();
 }
 
-// As an instance of its class; None for none.
+// As an instance of its Python class; None for none.
 inline py::object as_exception(const std::exception_ptr& error) {
   if (!error) return py::none();
   try {

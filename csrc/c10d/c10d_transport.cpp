@@ -59,7 +59,7 @@ void check_rails(size_t count, const std::vector<int32_t>& first_rail) {
 const TransportError kAborted(TransportError::Cause::Aborted, "the transport was aborted");
 
 // Messages of one lane and direction with one peer, in the order in which they were posted. gloo can only be
-// waited for, not asked: a thread waits for the front one. After a failure nothing is waited for any longer,
+// waited for, not polled: a thread waits for the front one. After a failure nothing is waited for any longer,
 // since gloo has closed the connection; the rest ends with abort().
 class WaitLine {
  public:
@@ -118,7 +118,7 @@ class WaitLine {
     WorkPtr work;
     std::unique_ptr<Message> message;
     std::vector<std::byte> staging;
-    Incoming* into = nullptr;  // the message, where what is in `staging` goes in the end
+    Incoming* into = nullptr;  // the message, to which `staging` is written in the end
     std::optional<TransportError> error;
   };
 

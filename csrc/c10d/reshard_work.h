@@ -24,12 +24,12 @@ class RecycleBin : public std::enable_shared_from_this<RecycleBin> {
  public:
   struct Bag {
     std::vector<at::Tensor> tensors;
-    std::unique_ptr<Bag> next = nullptr;  // in the bin, so that what lands there needs no memory
+    std::unique_ptr<Bag> next = nullptr;  // in the bin, so that adding it needs no memory
   };
 
   ~RecycleBin() { empty(); }
 
-  // The bag lands in the bin, not on the floor, when the last reference goes.
+  // The bag goes to the bin when its last reference is dropped.
   std::shared_ptr<Bag> bag(std::vector<at::Tensor> tensors);
 
   void empty();

@@ -23,8 +23,8 @@ struct StartArgs {
   std::vector<DigestNans> nans{};  // by problem, where digests are taken of what is copied; else empty
 };
 
-// The tensors of a start: those that it keeps alive, those of them that are its results, and what the sources
-// are made of, by problem.
+// The tensors of a start: those that it keeps alive, those of them that are its results, and the element types
+// of the sources, by problem.
 struct TakenTensors {
   std::vector<at::Tensor> kept;
   std::vector<at::Tensor> outputs;
@@ -34,13 +34,13 @@ struct TakenTensors {
 // Checks what does not depend on the device. Throws LayoutError.
 TakenTensors take_tensors(const PlanDirection& direction, const StartArgs& args);
 
-// A group whose calls move tensors of its CPUs. No method may be called with the GIL held.
+// A group whose calls move tensors on CPUs. No method may be called with the GIL held.
 class TensorGroup final : public GroupCore {
  public:
   using GroupCore::GroupCore;
   ~TensorGroup() override { shutdown(); }
 
-  void shutdown();  // as GroupCore::shutdown, and frees what is left of tensors
+  void shutdown();  // as GroupCore::shutdown, and frees the remaining tensors
 
   // As GroupCore::start. Throws LayoutError where a tensor does not fit the plan.
   c10::intrusive_ptr<c10d::Work> start_tensors(const AgreedPlan& agreed, StartArgs args);

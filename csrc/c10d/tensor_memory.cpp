@@ -16,7 +16,7 @@ bool is_empty(const std::vector<int64_t>& shape) {
   return std::any_of(shape.begin(), shape.end(), [](int64_t extent) { return extent == 0; });
 }
 
-// Null where there is none, however torch says so.
+// Null if there is none, in any way that torch reports it.
 std::byte* address_of(const at::Tensor& tensor) {
   try {
     return static_cast<std::byte*>(tensor.data_ptr());

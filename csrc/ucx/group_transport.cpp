@@ -15,7 +15,7 @@ namespace {
 
 using Cause = TransportError::Cause;
 
-// Peers that are alive take what UCX is in the middle of sending within this time.
+// Peers that are alive receive sends that UCX has begun within this time.
 constexpr auto kBusyGrace = std::chrono::milliseconds(500);
 // A rank that leaves because the group has failed there may report the cause through the store alone, if it had
 // no time for more. The store gets this head start.
@@ -222,7 +222,7 @@ void GroupTransport::abort_locked() {
   }
   for (auto& [key, probe] : std::exchange(probes_, {})) end_locked(key.peer, std::move(probe), kAborted);
   for (const auto& [key, sending] : std::unordered_map(sendings_)) give_up_locked(sending, kAborted);
-  // Also those that wait for this rank and with which it has not connected.
+  // This includes peers that wait for this rank and with which it has not connected.
   std::string why;
   for (const auto& [key, arrival] : std::exchange(arrivals_, {})) {
     if (arrival.announced || arrival.nbytes > kSmallBytes) link_for_locked(key.peer, key.key, key.peer, &why);

@@ -42,7 +42,7 @@ struct Header {
   int64_t offset = 0;   // Data: of these bytes in the message
   int64_t nbytes = 0;   // Data, Announce: of the message. Post: of the receive
   uint32_t magic = kWireMagic;
-  uint32_t unused = 0;  // no byte that goes out is left as it was
+  uint32_t unused = 0;  // no byte is sent uninitialized
 };
 
 // None where the bytes are no header of this wire version.
@@ -53,7 +53,7 @@ inline std::optional<Header> read_header(const void* bytes, size_t length) {
   return header.magic == kWireMagic ? std::optional(header) : std::nullopt;
 }
 
-// How messages end that the transport itself ends.
+// The errors of messages that the transport itself ends.
 inline const TransportError kAborted(TransportError::Cause::Aborted, "the transport was aborted");
 inline const TransportError kForked(TransportError::Cause::Closed,
                                     "this process was forked from the one that made the connections");
@@ -67,7 +67,7 @@ struct Link {
   uint64_t process = 0;
   ucp_ep_h endpoint = nullptr;           // null once it is closed
   std::string failure;                   // why it has ended; empty while it is whole
-  std::vector<Link*>* broken = nullptr;  // where UCX's word of that goes
+  std::vector<Link*>* broken = nullptr;  // where a failure that UCX reports is added
 };
 
 struct Sending;
@@ -77,7 +77,7 @@ struct Sending;
 struct Line {
   std::deque<std::shared_ptr<Sending>> waiting;
   int in_flight = 0;    // fragments
-  bool pumped = false;  // a thread is at it, and looks again before it leaves
+  bool pumped = false;  // a thread pumps it, and checks again before it leaves
   bool queued = false;  // to be pumped
 };
 
@@ -100,7 +100,7 @@ struct Sending {
   std::optional<TransportError> error;
 };
 
-// What UCX is busy with. Its header stays where it is until it has ended.
+// A send of UCX. Its header stays in place until it has ended.
 struct Flight {
   GroupTransport* group =
       nullptr;  // which waits for its flights before it goes; null: it has ended all the same

@@ -13,7 +13,7 @@
 
 namespace meshcast::ucx {
 
-// How a process is reached: which one it is, and the address of its worker on each rail.
+// The address of a process: its number, and the address of its worker on each rail.
 struct Address {
   uint64_t process = 0;  // drawn when its plane is made
   std::vector<std::string> rails;
@@ -39,7 +39,7 @@ class Plane {
   virtual Address address() const = 0;
   virtual const std::string& version() const = 0;
 
-  // Of the messages that this build sends: ranks with different ones understand nothing of each other.
+  // The version of the messages that this build sends: ranks of different versions cannot communicate.
   static uint32_t wire_version();
 
   // The connections of a group. Throws LayoutError if the values from the ranks do not fit. id: the same on all

@@ -56,7 +56,7 @@ std::map<std::string, std::string> settings(const PlaneOptions& options) {
 
 OfProcess<ProcessPlane> plane_of_process;
 
-// It is kept for ever: destructors that still come may hold what points to it.
+// It is kept for ever: later destructors may have pointers to it.
 void end_with_process() {
   static const auto* const kept = new std::shared_ptr<ProcessPlane>(plane_of_process.there());
   if (*kept) (*kept)->end_with_process();
@@ -93,7 +93,7 @@ ProcessPlane::ProcessPlane(const PlaneOptions& options)
 }
 
 ProcessPlane::~ProcessPlane() {
-  if (foreign()) {  // threads, sockets and memory are the parent's
+  if (foreign()) {  // threads, sockets and memory belong to the parent
     for (Rail& rail : rails_) static_cast<void>(rail.worker.release());
     return;
   }
@@ -173,8 +173,8 @@ std::shared_ptr<ProbingTransport> ProcessPlane::join(uint64_t id, std::vector<Ad
 
 std::function<std::string()> ProcessPlane::watch(const Address& address) {
   if (address.rails.empty()) throw LayoutError("a rank that is watched needs a rail, found none");
-  // A connection also breaks where one end gave up on some group. So the first break is no answer, but that of
-  // the connection made after it is: a dead process refuses it.
+  // A connection also breaks where one end gave up on some group. So the first break proves nothing, but that
+  // of the connection made after it does: a dead process refuses it.
   return [plane = shared_from_this(), address, link = std::shared_ptr<Link>(), left = 2,
           why = std::string()]() mutable {
     if (plane->foreign() || address.process == plane->process_) return std::string();
@@ -338,7 +338,7 @@ bool ProcessPlane::send_locked(std::unique_ptr<Flight> flight, const void* data,
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS |
                        UCP_OP_ATTR_FIELD_MEMORY_TYPE;
-  // A device brings a fragment into a buffer of the receiver. Elsewhere that would be one more question.
+  // A device writes a fragment into a buffer of the receiver. Elsewhere that would cost another round trip.
   param.flags = rdma_ && flight->line ? UCP_AM_SEND_FLAG_RNDV : UCP_AM_SEND_FLAG_EAGER;
   param.cb.send = on_sent;
   param.user_data = flight.get();
@@ -472,7 +472,7 @@ std::vector<int> ProcessPlane::fds() {
   return out;
 }
 
-// Where the driver leaves at this moment, the thread looks once its grace is over.
+// If the driver leaves at this moment, the thread checks once its grace is over.
 void ProcessPlane::wake() { progress_->wake(keeper_ == Keeper::Driver ? Who::Driver : Who::Thread); }
 
 // A thread that moves messages does not notify in every case: this checks again soon.

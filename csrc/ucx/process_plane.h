@@ -32,9 +32,9 @@ class ProcessPlane final : public Plane, public Source, public std::enable_share
   explicit ProcessPlane(const PlaneOptions& options);
   ~ProcessPlane() override;
 
-  // The process ends while groups still have the plane: UCX goes in order, before its own destructors run and
-  // while all that it calls is still there. Takes three seconds at most: a thread may be blocked in a callback,
-  // and a peer may not answer.
+  // The process ends while groups still have the plane: UCX is closed in order, before its own destructors run
+  // and while all that it calls is still there. Takes three seconds at most: a thread may be blocked in a
+  // callback, and a peer may not answer.
   void end_with_process();
 
   // Nothing moves any longer. Answers whether no thread was in UCX by then.
@@ -62,7 +62,7 @@ class ProcessPlane final : public Plane, public Source, public std::enable_share
 
   void tell();  // without the lock: the ends that are queued
   void wake();  // for something that was begun. With the lock or without
-  // Waits, with the lock held, until messages have made it true, or stop().
+  // Waits, with the lock held, until messages have made `reached` true, or stop().
   void wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& reached);
 
   // With the lock held.
@@ -83,7 +83,7 @@ class ProcessPlane final : public Plane, public Source, public std::enable_share
   bool send_locked(std::unique_ptr<Flight> flight, const void* data, int64_t nbytes);
 
  private:
-  struct Inbox {  // what UCX calls with a message
+  struct Inbox {  // the argument of UCX's callback for messages
     ProcessPlane* plane = nullptr;
     size_t rail = 0;
     Kind kind = Kind::Data;
@@ -99,11 +99,11 @@ class ProcessPlane final : public Plane, public Source, public std::enable_share
     std::vector<std::byte> data;
   };
 
-  // A fragment that a device brings into a buffer of ours, with RDMA.
+  // A fragment that a device writes into a buffer of ours, with RDMA.
   struct Fetch {
     Header header;
     Worker* worker = nullptr;
-    void* descriptor = nullptr;  // what UCX calls it
+    void* descriptor = nullptr;  // UCX's name of it
     size_t nbytes = 0;
     Fragment buffer;
     ProcessPlane* plane = nullptr;

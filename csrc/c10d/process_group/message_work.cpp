@@ -123,7 +123,7 @@ bool MessageWork::isCompleted() {
 }
 
 int MessageWork::sourceRank() const {
-  if (opType_ == c10d::OpType::SEND) return Work::sourceRank();  // refuses, in torch's words
+  if (opType_ == c10d::OpType::SEND) return Work::sourceRank();  // refuses, with torch's text
   return state_->source();
 }
 

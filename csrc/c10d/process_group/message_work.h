@@ -23,7 +23,7 @@ namespace meshcast {
 struct MessageLabel {
   bool sends = false;
   int32_t rank = -1;
-  int32_t peer = -1;  // -1: of a receive from anybody, as long as there is no message for it
+  int32_t peer = -1;  // -1: a receive from any rank that has no message yet
   int32_t tag = 0;
   int64_t nbytes = 0;
 };
@@ -47,7 +47,7 @@ class MessageState {
   void comes_from(int source, int32_t peer);
   int source() const;  // in the group
 
-  // The error with which it ends if it ends with one, whatever the transport says.
+  // The error with which it ends if it fails, instead of the transport's.
   void decide(std::exception_ptr error);
   std::exception_ptr decided() const;
 
@@ -87,8 +87,8 @@ class MessageWork final : public c10d::Work {
   std::exception_ptr exception() const override { return origin_.foreign() ? nullptr : state_->error(); }
   int sourceRank() const override;
   void synchronize() override { wait(kNoTimeout); }
-  // A limit of its own that expires leaves the message under way, and so does what a handler of a signal
-  // raises. The group's limit ends it, and all others with that peer.
+  // A limit of its own that expires leaves the message in flight, and so does an exception from the handler of
+  // a signal. The group's limit ends it, and all others with that peer.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
 
  private:

@@ -29,7 +29,7 @@ class PendingWork final : public c10d::Work {
   std::exception_ptr exception() const override;
   std::vector<at::Tensor> result() override;
   void synchronize() override;
-  // Without a limit of its own it waits as long as the call's: that ends what was queued as well.
+  // Without a limit of its own it waits for the call's, which also ends a queued call.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
@@ -46,7 +46,7 @@ class PendingWork final : public c10d::Work {
   const Origin origin_;
   const std::vector<at::Tensor> tensors_;
 
-  // Not Work's own mutex_, which the base class locks in what it answers itself.
+  // Not Work's own mutex_, which the base class locks in its own functions.
   mutable std::mutex state_mutex_;
   std::condition_variable settled_;
   c10::intrusive_ptr<c10d::Work> running_;

@@ -61,7 +61,7 @@ class PointToPoint::Hello final : public Message {
   void finished() override {
     if (!sends_) owner_.said_hello(peer_);
   }
-  // All others will fail as well, in the transport's words.
+  // All others will also fail, with the transport's text.
   void failed(int /*peer*/, const TransportError& /*error*/) override { Hello::finished(); }
 
  private:
@@ -227,7 +227,7 @@ void PointToPoint::went(int peer, int tag) {
       }
       Call call = std::move(*it);
       it = waiting.erase(it);
-      hand_locked(std::move(call));  // its transport has the words for it
+      hand_locked(std::move(call));  // its transport has the error for it
     }
     match_locked(tag);
     end_if_alone_locked();

@@ -19,12 +19,12 @@
 
 namespace meshcast {
 
-// The point-to-point messages of one group on the CPU: send, recv, and recv from anybody. Each pair of ranks
-// has a transport of its own, from their meeting on, so that what ends one pair leaves the others alone.
-// Messages of a sender with one tag match in the order of the calls: their keys number them. Receives from
-// anybody match in the order in which messages come; receives of that tag that are called later wait behind
-// them. Before anything else each end says hello: what comes to a rank that has not met the other yet is kept
-// within limits only. Ranks are those of the group. Thread-safe; no call waits.
+// The point-to-point messages of one group on the CPU: send, recv, and recv from any rank. Each pair of ranks
+// has a transport of its own, from their meeting on, so that the end of one pair does not affect the others.
+// Messages of a sender with one tag match in the order of the calls: their keys number them. Receives from any
+// rank match in the order in which messages come; receives of that tag that are called later wait behind them.
+// Before anything else each end says hello: messages to a rank that has not met the other yet are kept only
+// within limits. Ranks are those of the group. Thread-safe; no call waits.
 class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
  public:
   static constexpr int kAnybody = -1;
@@ -54,8 +54,8 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   // Throws Aborted where the group has ended: no meeting is needed any longer.
   void check() const;
 
-  // Ends a message that took too long, by its limit in seconds; unless it is a receive from any rank that no
-  // message has come for, all others with that peer as well.
+  // Ends a message that took too long, by its limit in seconds; and all others with that peer, unless it is a
+  // receive from any rank that has no message yet.
   void give_up(const std::shared_ptr<MessageState>& state, double limit);
 
   // Ends all messages, now and later; shutdown() also waits until none is left.

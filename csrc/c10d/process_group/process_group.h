@@ -17,7 +17,7 @@
 
 namespace meshcast {
 
-// Where broadcasts go that are worth a multicast.
+// The function for broadcasts that are worth a multicast.
 struct Multicast {
   // Starts to bring `bytes`, contiguous memory of equal length on all ranks, from rank `root` of the group to
   // the others, and settles `work` when that has begun. Returns at once.
@@ -58,7 +58,7 @@ class ProcessGroupMeshcast final : public c10d::Backend {
 
   const std::string getBackendName() const override { return "meshcast"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return inner_->getBackendOptions(); }
-  // Where a GPU may be used, for both devices: torch asks without saying which. Elsewhere what gloo says.
+  // Where a GPU may be used, for both devices: torch asks without saying which. Elsewhere as gloo.
   bool supportsCoalescing() const override { return cuda_.possible() || inner_->supportsCoalescing(); }
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
@@ -71,7 +71,7 @@ class ProcessGroupMeshcast final : public c10d::Backend {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
   void addEphemeralTimeout(const std::chrono::milliseconds& timeout) override;
 #endif
-  // Where a GPU may be used these make the backend for GPUs; gloo has no such hooks, and says so.
+  // Where a GPU may be used these make the backend for GPUs; gloo has no such hooks, and raises that.
   void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
   void waitForPendingWorks() override;
   void enableCollectivesTiming() override;
@@ -81,7 +81,7 @@ class ProcessGroupMeshcast final : public c10d::Backend {
   c10d::ReconfigureHandle get_reconfigure_handle() const override { return inner_->get_reconfigure_handle(); }
   c10::intrusive_ptr<c10d::Work> reconfigure(const c10d::ReconfigureOptions& opts) override;
 #endif
-  // Numbers start at 0 on every rank, as gloo's and NCCL's do; torch before 2.15 asks for it all the same.
+  // Numbers start at 0 on every rank, as gloo's and NCCL's do; torch before 2.15 still calls it.
   void setSequenceNumberForGroup() override {}
   // Counts both devices together: the same on all ranks, as long as they make the same calls.
   uint64_t getSequenceNumberForGroup() override;

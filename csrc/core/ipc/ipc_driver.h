@@ -10,7 +10,7 @@
 
 namespace meshcast {
 
-// What CUDA gives to name memory, or an event, in another process; both are of this size.
+// CUDA's handle of memory, or of an event, for another process; both are of this size.
 using IpcHandle = std::array<std::byte, 64>;
 
 // An allocation that other processes can map. `id` is never used twice in a process, as addresses are.
@@ -35,10 +35,11 @@ class IpcDriver {
 
   // The allocation that holds `data`, or nothing where no other process can map it.
   virtual std::optional<IpcRange> exportable(const std::byte* data) = 0;
-  // Nothing where CUDA refuses after all, such as for what another process has shared with this one.
+  // None if CUDA still refuses, such as for memory that another process has shared with this one.
   virtual std::optional<IpcHandle> export_memory(const IpcRange& range) = 0;
-  // Where the other process's allocation begins here; null while this process has mapped what lay at that
-  // address of the other before. To be closed when nothing on the GPU uses it any longer.
+  // The address at which the other process's allocation is mapped here; null while this process has mapped an
+  // earlier allocation at the same address of the other. To be closed when nothing on the GPU uses it any
+  // longer.
   virtual std::byte* open_memory(const IpcHandle& handle) = 0;
   virtual void close_memory(std::byte* base) noexcept = 0;  // from any thread
   virtual IpcMappings& mappings() = 0;                      // one for this process and GPU

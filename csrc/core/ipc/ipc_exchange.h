@@ -73,12 +73,12 @@ class IpcExchange {
     std::deque<IpcNote> outbox;  // for which the socket had no room
     std::deque<IpcNote> inbox;   // messages of a group that this rank is not in yet
     std::set<uint64_t> told;     // memory of this rank that the peer knows
-    uint64_t groups_sent = 0;    // groups in which there was something
+    uint64_t groups_sent = 0;    // groups that were not empty
     uint64_t groups_received = 0;
-    bool closed = false;  // it has said so
-    bool gone = false;    // without a word
+    bool closed = false;  // it has sent Bye
+    bool gone = false;    // without Bye
 
-    // Of the present group.
+    // These are of the present group.
     std::deque<Outgoing> sends;
     std::deque<Incoming> receives;
     bool awaited = false;  // the stream waits for `ready`
@@ -114,7 +114,7 @@ class IpcExchange {
   bool closed_ = false;
   bool aborted_ = false;
 
-  // For what cannot be exported. Smaller ones are kept, since the GPU may still read them.
+  // Buffers for memory that cannot be exported. Smaller ones are kept, since the GPU may still read them.
   std::vector<std::shared_ptr<std::byte>> bounces_;
   int64_t bounce_bytes_ = 0;
 };

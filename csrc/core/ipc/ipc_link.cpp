@@ -29,7 +29,7 @@ IpcLink::IpcLink(int32_t peer, Descriptor socket)
 
 bool IpcLink::send(const IpcNote& note) {
   const ssize_t sent = ::send(socket_.get(), &note, sizeof note, MSG_NOSIGNAL | MSG_DONTWAIT);
-  // A peer that has exited is found when its notes are looked for.
+  // receive() finds that a peer has exited.
   return sent >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR && errno != ENOBUFS);
 }
 

@@ -38,7 +38,7 @@ struct IpcCard {
   IpcHandle copied{};
 };
 
-// Connection to one peer. It closes with the peer's process, which is how a death shows.
+// Connection to one peer. It closes with the peer's process, so that its end shows.
 class IpcLink {
  public:
   enum class Got : uint8_t { Note, Nothing, End };
@@ -62,7 +62,7 @@ struct IpcPeer {
   IpcCard card;
 };
 
-// How the ranks of a host come to be connected for one lane. Making one throws Error.
+// Connects the ranks of a host for one lane. The constructor throws Error.
 class IpcMeeting {
  public:
   const std::string& address() const { return meeting_.address(); }

@@ -43,7 +43,7 @@ struct GroupOutcome {
 // The functions of CUDA and of a transport between GPUs (NCCL, or CUDA IPC inside a host) that rounds need, on
 // one GPU and one communicator of one lane. Everything is enqueued and returns at once; the communicator does
 // not block either, so a call of it may be in progress when it returns. No two threads are inside at a time,
-// but in reached() and free_event(). Calls of CUDA that fail throw Error.
+// except in reached() and free_event(). Calls of CUDA that fail throw Error.
 class RoundDevice {
  public:
   using Stream = std::uintptr_t;
@@ -57,7 +57,7 @@ class RoundDevice {
   // thread of the engine, so that no caller waits for another rank's call.
   virtual bool meets_hosts() const { return false; }
 
-  virtual Stream kernel_stream() = 0;  // both of high priority, none of them the caller's
+  virtual Stream kernel_stream() = 0;  // both of high priority, and not the caller's
   virtual Stream transfer_stream() = 0;
   virtual Event make_event() = 0;
   virtual void free_event(Event event) noexcept = 0;

@@ -239,7 +239,7 @@ class RankScheduler {
     if (!program_.copies.empty()) launch(begin);
   }
 
-  // Finds out where the messages are read that leave in exchange i, and packs those that have to be.
+  // Finds the source of each message that leaves in exchange i, and packs those that have to be.
   void pack_for(int32_t i) {
     const auto begin = static_cast<int32_t>(out_.kernels.size());
     int32_t read_before = -1;  // exchange that used the memory
@@ -323,7 +323,7 @@ class RankScheduler {
     return buffer.before.mark;
   }
 
-  // Reduces and unpacks what exchange i brought.
+  // Reduces and unpacks the messages of exchange i.
   void take_in(int32_t i) {
     const auto each = [&](const auto& visit) {
       for (const Entry& entry : exchanges_[static_cast<size_t>(i)].entries) {
@@ -331,7 +331,7 @@ class RankScheduler {
         visit(program_.recvs[static_cast<size_t>(entry.op)], incoming_[static_cast<size_t>(entry.op)]);
       }
     };
-    // Not known before the kernels are counted: whether there are any.
+    // The next mark, if there are kernels for it.
     const auto next_mark = [&] { return static_cast<int32_t>(mark_event_.size()); };
     auto begin = static_cast<int32_t>(out_.kernels.size());
     each([&](const RecvOp& op, Incoming& recv) {

@@ -20,7 +20,7 @@
 
 namespace meshcast {
 
-// Where the tensors of a run begin, by problem; null where the rank holds nothing. `keepalive` owns them and is
+// The addresses of a run's tensors, by problem; null if the rank holds nothing. `keepalive` owns them and is
 // dropped once the GPU is done with them.
 struct RoundMemory {
   std::vector<std::byte*> source;
@@ -101,7 +101,7 @@ class RoundEngine {
   // Ends every run in flight with `error`. The first call counts.
   void fail(std::exception_ptr error);
 
-  // Waits until no thread of the engine enqueues anything any longer, or speaks to the observer. After fail().
+  // Waits until no thread of the engine enqueues anything or calls the observer any longer. After fail().
   void drain();
 
   std::exception_ptr error() const;
@@ -138,19 +138,20 @@ class RoundEngine {
 
   std::mutex starting_;  // one run is enqueued, or queued, at a time, in the order of the calls
 
-  // Guards the device and what is below. Held for what returns at once, so that a failure waits for no start().
+  // Guards the device and the members below. Held only for calls that return at once, so that a failure waits
+  // for no start().
   mutable std::mutex mutex_;
   std::deque<std::shared_ptr<RoundRun>> runs_;  // those whose memory the GPU may touch
   std::shared_ptr<std::byte> staging_;
   int64_t staging_bytes_ = 0;
-  std::vector<RoundDevice::Event> step_events_;  // by event of the steps: enqueueing is all that they outlive
+  std::vector<RoundDevice::Event> step_events_;  // by event of the steps; reused once all are enqueued
   std::vector<RoundDevice::Event> spare_events_;
   RoundDevice::Event kernels_over_ = 0;  // of the last run
   RoundDevice::Event transfer_over_ = 0;
   bool ran_ = false;            // both have been recorded
   std::vector<BoxMove> moves_;  // of one launch; kept for their memory
   std::vector<BoxReduce> reductions_;
-  bool told_ = false;  // the observer, of a failure that poll() found
+  bool told_ = false;  // the observer has been notified of a failure that poll() found
   std::exception_ptr error_;
   std::condition_variable settled_;  // a run is enqueued, or given up
 

@@ -146,12 +146,12 @@ class Rounds {
     if (fresh) queues_.emplace_back();
     Queue& queue = queues_[it->second];
     queue.push(i);
-    // The queue may stand in the heads under a later hop already; what is stale is passed over.
+    // The queue may stand in the heads under a later hop already; stale entries are skipped.
     if (queue.top() == i) heads_.push({i, it->second});
   }
 
-  // A hop that is larger than a limit by itself goes where nothing else is: each limit holds from the second
-  // hop on.
+  // A hop that is larger than a limit by itself goes into an empty round: each limit holds from the second hop
+  // on.
   bool fits(const Hop& hop, int32_t i, int32_t round) const {
     const Network::Link link = network_.link(index(hop.src), index(hop.dst));
     for (const int32_t port : {link.out, link.in}) {
@@ -179,10 +179,10 @@ class Rounds {
     if (carried_[before] && --leaves_left_[before] == 0) released_.push_back(index(hop.src));
   }
 
-  // Puts into the round what fits, in plan order over all pairs.
-  // Phase 1: hops whose chunk is there by this round join the queues of their pairs. Phase 2: from the first
-  // of every queue, in plan order, those that fit; one that does not holds back only its own pair, since the
-  // messages of a pair match in order. Phase 3: what did not fit is looked at again in the next round.
+  // Fills the round, in plan order over all pairs.
+  // Phase 1: hops whose chunk is there by this round join the queues of their pairs. Phase 2: from the first of
+  // every queue, in plan order, those that fit; one that does not holds back only its own pair, since the
+  // messages of a pair match in order. Phase 3: hops that did not fit are tried again in the next round.
   size_t fill(int32_t round) {
     while (!waiting_.empty() && waiting_.front().first <= round) {
       make_ready(waiting_.front().second);

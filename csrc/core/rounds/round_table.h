@@ -12,7 +12,7 @@ struct RoundOptions {
   // The cost of a round apart from its bytes: the launch of a group, and the wait of its ranks for one another.
   // Guessed, not measured. The latency of the topology comes on top.
   int64_t group_ns = 20'000;
-  int64_t staging_bytes = kStagingGoal;  // what a rank's buffers should stay below
+  int64_t staging_bytes = kStagingGoal;  // a rank's buffers should stay below this
   int64_t round_ns = 0;                  // most time of a link in one round; 0: from the cost model
 };
 
@@ -22,8 +22,7 @@ struct RoundOptions {
 // forwarded, the next is received. Ranks without a hop in a round leave it out.
 //
 // No deadlock: of all rounds that are not complete, take the first. Both ends of each of its hops have done
-// their earlier rounds, so both are in it, and everything that they wait for besides was part of an earlier
-// round.
+// their earlier rounds, so both are in it, and everything else that they wait for was part of an earlier round.
 struct RoundTable {
   std::vector<int32_t> of_hop;
   int32_t count = 0;

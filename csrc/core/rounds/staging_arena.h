@@ -11,8 +11,8 @@ struct LastUse {
   int32_t mark = -1;      // position on its kernel stream
 };
 
-// Gives out staging for a span of time, before anything runs: the same memory serves many messages, and each
-// learns what used it before. Times ascend from call to call.
+// Gives out staging for a span of time, before anything runs: the same memory serves many messages, and take()
+// returns its previous use. Times ascend from call to call.
 class StagingArena {
  public:
   struct Buffer {

@@ -32,7 +32,7 @@ class Doorbell {
   explicit Doorbell(const std::vector<int>& peer);  // its fds() as received; throws std::runtime_error
 
   static constexpr size_t kFds = 3;
-  std::vector<int> fds() const;  // that peers need; of this process
+  std::vector<int> fds() const;  // of this process, for its peers
 
   // CPUs on which the process could run when the doorbell was made; none where that is unknown.
   using Cores = std::bitset<1024>;

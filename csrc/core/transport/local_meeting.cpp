@@ -25,8 +25,8 @@ using std::chrono::milliseconds;
 constexpr int kBacklog = 128;
 constexpr int kSliceMs = 5;                         // between two checks whether to continue waiting
 constexpr auto kLook = milliseconds(50);            // after which ranks that have not connected are checked
-constexpr auto kSilence = std::chrono::seconds(2);  // that a caller may keep before it is sent away
-constexpr size_t kMostCallers = 64;                 // that have not said who they are; more drive out the first
+constexpr auto kSilence = std::chrono::seconds(2);  // after which a caller without a greeting is disconnected
+constexpr size_t kMostCallers = 64;                 // without a greeting; another drops the first
 constexpr size_t kSecretBytes = 32;                 // 128 bits, in hexadecimal
 
 // First message on a link, in either direction. The protocol's own bytes follow.
@@ -50,7 +50,7 @@ std::string secret_of(const std::string& address) {
   return at == std::string::npos ? "" : address.substr(at + 1);
 }
 
-// Without telling by its time how much of it is right.
+// In constant time, which does not show how much of it is right.
 bool same_secret(const char (&shown)[kSecretBytes], const std::string& secret) {
   if (secret.size() != kSecretBytes) return false;
   unsigned char unlike = 0;
@@ -78,7 +78,7 @@ class Meeting {
 
   std::vector<Peer> until(TimePoint deadline, const std::function<void()>& checkpoint) {
     for (;;) {
-      // A link exists once for each pair: to a lower rank this one connects, from a higher one it accepts.
+      // There is one link for each pair: this rank connects to lower ranks, and accepts from higher ones.
       const TimePoint now = Clock::now();
       for (auto& [other, state] : missing_) {
         if (other < rank_ && state.socket.get() < 0) call(other, state);
@@ -175,7 +175,7 @@ class Meeting {
       if (peer && peer->rank == other) {
         met(std::move(*peer));
       } else if (over) {
-        it->second.socket = Descriptor();  // sent away among strangers: once more
+        it->second.socket = Descriptor();  // disconnected with unknown callers: call again
       }
     }
   }

@@ -122,7 +122,7 @@ class Progress {
 
   const Origin origin_;
   std::mutex mutex_;
-  std::unique_ptr<std::condition_variable> changed_;  // drivers, the sleeping one, who is inside
+  std::unique_ptr<std::condition_variable> changed_;  // of drivers_, taken_ and `inside`
   std::array<Entry, kMostSources> entries_;
   std::array<Side, 2> sides_;
   Descriptor timer_;         // timerfd, in the thread's poll: the grace is over

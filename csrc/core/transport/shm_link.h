@@ -22,7 +22,7 @@ struct ShmMember {
   std::string address;
 };
 
-// Why messages with a peer fail.
+// The reason why messages with a peer fail.
 inline constexpr const char* kShmGone = "its process has exited or has closed the group (shared memory)";
 inline constexpr const char* kShmNonsense = "what it wrote to shared memory makes no sense";
 
@@ -52,7 +52,7 @@ class ShmPeer {
   uint32_t group_;
 };
 
-// Connection to a peer of a private group: its memory as well.
+// Connection to a peer of a private group, with its memory.
 class ShmLink : public ShmPeer {
  public:
   ShmLink(int rank, int socket, std::unique_ptr<ShmRegion> region, std::shared_ptr<Doorbell> doorbell,
@@ -74,7 +74,7 @@ struct ShmMembership {
   std::vector<uint32_t> mailbox;                // of this rank in links[i]->region()
 };
 
-// How the ranks of a host exchange their memory.
+// Exchanges the memory of the ranks of a host.
 class ShmRendezvous {
  public:
   // Makes this rank's own memory, for at most `ranks` ranks: it refuses before other ranks are asked to

@@ -64,7 +64,7 @@ class ShmPair final : public ProbingTransport, public ShmProgress::Group {
       receiver_.mark_gone();
     }
     if (half == ShmHalf::Receiving) return receiver_.turn();
-    // Where both directions are in use, who drives leaves the sending to the process's thread.
+    // If both directions are in use, a driver leaves the sending to the process's thread.
     return sender_.turn([&] {
       if (who != Who::Driver || !receiver_.waits()) return false;
       place_->progress().help();
@@ -73,7 +73,7 @@ class ShmPair final : public ProbingTransport, public ShmProgress::Group {
   }
   void alarmed() override { alarmed_ = true; }
 
-  // The peer sees it at once: what it waits for does not come.
+  // The peer sees it at once, since its messages will not come.
   void abort() noexcept override {
     if (origin_.foreign()) return;
     sender_.abort();
@@ -82,7 +82,7 @@ class ShmPair final : public ProbingTransport, public ShmProgress::Group {
   }
 
   void shutdown() override {
-    // A forked child has this object and no part in the pair.
+    // A forked child has this object but takes no part in the pair.
     if (origin_.foreign() || down_.exchange(true)) return;
     abort();
     place_->leave();

@@ -34,7 +34,7 @@ class ShmPairReceiver {
   struct Posted {
     int64_t nbytes = 0;
     int64_t received = 0;
-    bool told = false;  // its sender has been
+    bool told = false;  // its sender has been notified
     std::unique_ptr<Incoming> payload;
   };
   struct Arrival {  // a message without a receive
@@ -69,8 +69,8 @@ class ShmPairReceiver {
   std::unordered_map<uint64_t, Arrival> arrivals_;
   std::unordered_map<uint64_t, std::unique_ptr<Message>> probes_;
   std::deque<ShmPipe::Answer> unsaid_;  // that found the queue full
-  bool gone_ = false;                   // the peer; what it had written before comes all the same
-  std::optional<TransportError> over_;  // why nothing comes any longer but what is here
+  bool gone_ = false;                   // the peer; its earlier records still come
+  std::optional<TransportError> over_;  // why nothing comes any longer except what is here
   MessageEnds ends_;
 };
 

@@ -26,8 +26,8 @@ class ShmPairSender {
   void mark_gone();
   void abort() noexcept;
 
-  // Copies in a bounded part; one turn at a time. Answers whether another is due. `helped`: asked before what
-  // is large; true where another thread will do it.
+  // Copies in a bounded part; one turn at a time. Answers whether another is due. `helped`: called before a
+  // large copy; true if another thread will do it.
   bool turn(const std::function<bool()>& helped);
   void finish();  // abort(), and ends all messages; no turn is under way, and none will be
 

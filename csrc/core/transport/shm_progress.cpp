@@ -45,7 +45,7 @@ std::shared_ptr<Doorbell> ShmProgress::doorbell_of_peer(const std::vector<int>& 
   return doorbell;
 }
 
-// Where the processes have fewer cores than they are, who looks keeps the one it waits for from its core.
+// If there are fewer cores than processes, a thread that polls keeps the one that it waits for from its core.
 int ShmProgress::patience_locked() const {
   auto cores = doorbell_.cores();
   size_t processes = 1;
@@ -95,7 +95,7 @@ void ShmProgress::Place::leave() const {
   progress_->left_.wait(lock, [this] { return progress_->entries_[number_].inside() == 0; });
 }
 
-// Once: what has happened to a peer is not taken back.
+// Reports once: the end of a peer is final.
 void ShmProgress::Place::watch(int fd) const {
   epoll_event event{};
   event.events = EPOLLIN | EPOLLRDHUP | EPOLLONESHOT;
@@ -133,7 +133,7 @@ bool ShmProgress::serve(ShmHalf half, Who who) {
   const auto number = static_cast<uint32_t>(taken);
   const auto gate = [&]() -> Gate& { return entries_[number].gates[static_cast<size_t>(half)]; };
   std::unique_lock lock(mutex_);
-  // A call for a group that has ended, or is still to come: that one calls itself then.
+  // A call for a group that has ended, or has not entered yet: that one calls itself when it enters.
   if (number >= entries_.size() || !entries_[number].group) return true;
   if (std::exchange(gate().taken, true)) {
     gate().again = true;

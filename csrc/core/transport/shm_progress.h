@@ -41,7 +41,7 @@ class ShmProgress final : public Source {
 
     ShmProgress& progress() const { return *progress_; }
     uint32_t number() const { return number_; }
-    void call(ShmHalf half) const;   // this rank's own news
+    void call(ShmHalf half) const;   // for this rank's own work
     void enter(Group& group) const;  // it has turns from now on ...
     void leave() const;              // ... and none afterwards, nor is one under way; not from a turn
     void watch(int fd) const;        // alarmed() once it is readable or has hung up; until it is closed
@@ -67,17 +67,17 @@ class ShmProgress final : public Source {
   int patience() override { return patience_; }
 
   const Doorbell& doorbell() const { return doorbell_; }
-  // The doorbell of a peer's process, given what its Doorbell::fds() are here. One for all groups with that
+  // The doorbell of a peer's process, given its Doorbell::fds() as received. One for all groups with that
   // process.
   std::shared_ptr<Doorbell> doorbell_of_peer(const std::vector<int>& fds);
 
-  // From a turn of who drives: the thread is to do the sending.
+  // From a turn of a driver: the thread is to do the sending.
   void help();
 
  private:
   static constexpr int kPatience = 256;  // about 10 us: a peer that makes its next call is seen awake
 
-  // Whose turn in a half it is. A thread that comes while another is inside leaves it to that one.
+  // The thread that is in a half. A thread that comes while another is inside leaves it to that one.
   struct Gate {
     bool taken = false;
     bool again = false;

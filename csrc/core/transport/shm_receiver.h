@@ -33,7 +33,7 @@ class ShmReceiver {
     int64_t received = 0;
     std::unique_ptr<Incoming> payload;
   };
-  // A sender, seen from here.
+  // A sender as this rank sees it.
   struct Peer {
     ShmLink* link = nullptr;
     ShmHeader::Mailbox* mailbox = nullptr;
@@ -42,7 +42,7 @@ class ShmReceiver {
     std::deque<Post> unsent;  // posts that found the sender's queue full
     bool gone = false;
     bool ambiguous = false;  // two messages are posted under one key
-    bool broken = false;     // it sent what cannot be: nothing more is taken from it; written in turns
+    bool broken = false;     // it sent invalid data: nothing more is taken from it; written in turns
   };
 
   void post_locked(Peer& peer, Post post);

@@ -26,8 +26,8 @@ class ShmSender {
   void mark_gone(size_t link);
   void abort() noexcept;
 
-  // Copies about a slot's worth; one turn at a time. Answers whether another is due. `helped`: asked before
-  // what is large; true where another thread will do it.
+  // Copies about a slot's worth; one turn at a time. Answers whether another is due. `helped`: called before a
+  // large copy; true if another thread will do it.
   bool turn(const std::function<bool()>& helped);
   void finish();  // abort(), and ends all messages; no turn is under way, and none will be
 
@@ -75,8 +75,8 @@ class ShmSender {
   uint64_t in_use_ = 0;            // the others, as bits
   uint64_t wake_at_ = 0;           // slots freed at which this rank is called, if there were none
   std::vector<const char*> lost_;  // by link, why nothing goes there any longer; null while it does
-  // A link that has ended without reading what was sent there, which keeps slots for good: so messages to
-  // others might wait for them for good.
+  // A link that has ended without reading what was sent there, which keeps slots for good: messages to others
+  // might then wait for ever.
   std::optional<uint32_t> left_unread_;
   bool aborted_ = false;
 };

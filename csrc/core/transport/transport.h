@@ -12,8 +12,8 @@
 
 namespace meshcast {
 
-// Why a message did not arrive. The text is the transport's own; who is to blame is decided further up,
-// where the first cause of all ranks is known.
+// The reason why a message did not arrive. The text is the transport's own; the layer that decides which rank
+// failed is further up, where the first cause of all ranks is known.
 class TransportError : public std::runtime_error {
  public:
   // Mismatch: the message has another size than its receive; the connection stays usable. Memory: this rank has
@@ -54,13 +54,13 @@ class Incoming : public Message {
   virtual void write(int64_t offset, int64_t nbytes, const std::byte* in) = 0;
 };
 
-// What the two ends of a message match it by.
+// The values by which both ends match a message.
 struct Envelope {
   int peer = -1;     // the other end: its rank in the group
   int32_t lane = 0;  // lanes never wait for each other
   uint64_t key = 0;  // see message_key; no two messages of a pair that are in flight have the same
-  // Where ranks pass messages on, none but small ones leave before their receive is posted: else they would
-  // share the network with those that are due before them. The same at both ends.
+  // Where ranks pass messages on, only small messages leave before their receive is posted: else others would
+  // share the network with messages that are due before them. The same at both ends.
   bool in_turn = false;
 };
 
@@ -72,16 +72,16 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  // Never block, never call failed() before they return; what can be done at once may be finished() at once.
+  // Never block, never call failed() before they return; messages may be finished() at once.
   virtual void send(const Envelope& to, int64_t nbytes, std::unique_ptr<Outgoing> message) = 0;
   virtual void recv(const Envelope& from, int64_t nbytes, std::unique_ptr<Incoming> message) = 0;
 
   // The source of its messages, for drive(); null if a thread that waits cannot help.
   virtual Source* source() noexcept { return nullptr; }
 
-  // Why nothing comes from a peer any longer, for a rank that waits for it by other means than messages; "" as
-  // far as this is not known. Asking connects with the peer where that has not been done, so the answer may
-  // come with a later question. A transport that only learns from its messages knows nothing.
+  // The reason why nothing comes from a peer any longer, for a rank that waits for it by other means than
+  // messages; "" if it is not known. A call connects with the peer if it is not connected, so the reason may
+  // come with a later call. A transport that only learns from its messages knows nothing.
   virtual std::string lost(int /*peer*/) { return {}; }
 
   // The reason that peers receive when this rank aborts, a text of the layer above. Before abort(). With a

@@ -30,7 +30,7 @@ class Descriptor {
 
 [[noreturn]] void fail_with_errno(const std::string& what);
 
-std::string random_hexadecimal(size_t digits);  // of the kernel's
+std::string random_hexadecimal(size_t digits);  // from the kernel
 
 // None of these blocks.
 Descriptor listen_at(const std::string& name, int backlog);

@@ -21,7 +21,7 @@ class OnDevice {
   const c10::cuda::CUDAStreamCaptureModeGuard mode_;
 };
 
-// `what` was being done, for the message.
+// `what`: the failed action, for the message.
 inline void check_cuda(cudaError_t status, const char* what, int device) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // else the next check of other code would find it

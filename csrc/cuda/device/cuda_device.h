@@ -24,8 +24,8 @@ class CudaDevice : public RoundDevice {
   virtual void close() noexcept = 0;
 
   // A stream that stands for the caller of one run: behind what the user's stream held when the call was made,
-  // yet nothing that the user enqueues later waits for the run before it is asked to. It is the run's alone
-  // until this is dropped, to be done when the GPU is done with the run. Outlives the device if need be.
+  // yet later work of the user waits for the run only when requested. It belongs to the run alone until this is
+  // dropped, which is done when the GPU is done with the run. Outlives the device if need be.
   class Gate {
    public:
     Gate(std::shared_ptr<CudaDevice> device, cudaStream_t stream);

@@ -12,8 +12,8 @@
 
 namespace meshcast {
 
-// The Work of one reshard on a GPU, with what users of NCCL's expect: wait() orders the current stream behind
-// the transfer and does not block the host; over CUDA IPC only until the peers have made the same call.
+// The Work of one reshard on a GPU, which behaves as NCCL's: wait() orders the current stream behind the
+// transfer and does not block the host; over CUDA IPC only until the peers have made the same call.
 // isCompleted() returns whether the transfer is over on the GPU, which also completes the future; both keep the
 // type of an error.
 class CudaWork final : public ReshardWork {

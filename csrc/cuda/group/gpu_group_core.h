@@ -43,7 +43,7 @@ class GpuGroupCore final : public GroupBase {
   ~GpuGroupCore() override;
 
   // Makes the communicator of a lane together with all ranks of the group, which call this in one order with
-  // one `unique_id`. Blocks. Throws DeadlineExceeded, Aborted with the first cause, or what NCCL says.
+  // one `unique_id`. Blocks. Throws DeadlineExceeded, Aborted with the first cause, or an error of NCCL.
   void connect(int32_t lane, const std::string& unique_id, double timeout_seconds);
 
   // The same over CUDA IPC, for ranks that are all on this host. `addresses`: of all ranks' meetings.
