@@ -87,7 +87,7 @@ def _group_of(key: int) -> dist.ProcessGroup:
 
 # Seconds between two checks for a numbered key: at first, later, and once none has come for _SOON.
 _FIRST_PAUSE, _LONGEST_PAUSE, _LATE_PAUSE, _SOON = 0.0005, 0.02, 0.2, 10.0
-_COUNT_PAUSE = 1.0  # seconds between two looks for addresses without a numbered key
+_COUNT_PAUSE = 1.0  # seconds between two checks for addresses without a numbered key
 _JOIN_LIMIT = 2.0  # seconds that a process that exits gives a thread of ours
 _OP = "send, recv"
 

@@ -208,7 +208,7 @@ def problems() -> list[tuple[Setting | None, str]]:
     for name in sorted(os.environ):
         ours = name.upper().startswith(_PREFIX) and name not in _OTHERS and not name.startswith(_OTHER_PREFIX)
         if ours and name not in (each.name for each in ALL):
-            # Without what all of them have in common, which would make any name near.
+            # Without their common prefix, which would make any name similar.
             meant = get_close_matches(name[len(_PREFIX) :].upper(), known, 1)
             remedy = f"is {_PREFIX}{meant[0]} meant?" if meant else "docs/environment.md lists all of them"
             found.append((None, f"{name} is no variable of meshcast: {remedy}"))

@@ -151,7 +151,7 @@ class Runner:
                 begin(method)
                 taken, cores, bad = self.once(method, 1 + turn * len(methods) + number)
                 wrong[number] += bad
-                # Only what costs time is cut short: short messages are repeated however slow.
+                # Only long repeats are cut short: short messages are repeated even if they are slow.
                 slow = torch.tensor([int(method != OURS and taken > max(SLOW * self._bound, SHORT))])
                 dist.broadcast(slow, 0)
                 counts = turn > 0

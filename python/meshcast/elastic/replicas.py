@@ -347,7 +347,7 @@ class Replicas:
                 self._twin, StateRun(self._rank, Given(None, None), wrong=error), self._limit
             )
             raise error from None
-        # A copy of each: the state's own may change before anybody asks for this step.
+        # A copy of each: the state's own may change before this step is requested.
         values = {name: restored(carried(value)) for name, value in held.items() if is_carried(value)}
         moved = {name: copy.own[name] for name in self._kept if name in copy.own}
         refresh = self._calls.prepared({**moved, **values, _ALWAYS: None}, None, number, copy.memory)

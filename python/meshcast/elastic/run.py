@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SignalException as error:
         print(f"{error}; the workers have ended", file=sys.stderr)
         return 128 + error.sigval
-    except KeyboardInterrupt:  # of one that looks for the agent that leads; else SignalException
+    except KeyboardInterrupt:  # while it looks for the leading agent; else SignalException
         print("meshcast.elastic.run: interrupted before it had workers", file=sys.stderr)
         return 128 + signal.SIGINT
     return 1

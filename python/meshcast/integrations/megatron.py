@@ -79,7 +79,7 @@ class MeshcastCopyService(CopyService):
     anything moves; PeerLostError and DeadlineExceededError as reshard_state_dict.
     """
 
-    # A run is over when all ranks have what they asked for.
+    # A run is over when all ranks have what they requested.
     requires_process_group_barrier = False
 
     def __init__(

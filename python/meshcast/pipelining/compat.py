@@ -268,7 +268,7 @@ def accepted(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     known = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
     names = set(known)
     if any(each.kind is each.VAR_KEYWORD for each in known.values()):
-        # torch's runtime takes what it names nowhere: its subclasses do.
+        # torch's runtime takes these by **kwargs: its subclasses name them.
         names |= set(inspect.signature(torch_schedules.ScheduleInterleaved1F1B.__init__).parameters)
     return {name: value for name, value in given.items() if name in names}
 

@@ -85,7 +85,7 @@ class StepLoss:
         self._parts = [Fraction(1)] * microbatches  # of a micro-batch's samples and tokens, this rank's
         self._gradients = GradientScale()
         self._taken: list[tuple[int, torch.Tensor, Any]] = []  # micro-batch, mean or sum, weight of a sum
-        self.losses: dict[int, torch.Tensor] = {}  # what backwards start from
+        self.losses: dict[int, torch.Tensor] = {}  # the values that backwards start from
         self._pairs = self._means = 0
         self._is_global = False  # DTensor arithmetic has covered all ranks already
 

@@ -35,7 +35,7 @@ def _caller(op: str) -> Caller:
 
 def _own_stages(stages: Any) -> list[PipelineStage]:
     """This rank's stages, ascending. Raises LayoutError unless they can be one rank's."""
-    # A module may be iterable as well; it is named as a whole.
+    # A module may be iterable, too; it is named as a whole.
     several = isinstance(stages, Iterable) and not isinstance(stages, torch.nn.Module)
     listed = [*stages] if several else [stages]
     for stage in listed:

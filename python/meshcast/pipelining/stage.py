@@ -562,7 +562,7 @@ class PipelineStage(torch_stage.PipelineStage):
         scaled = partial(self.scale.applied, ratio, self.submod, others)
         splits = not full_backward and not self.accumulates
         if not full_backward:
-            self.dw_runner[bwd_chunk_id] = lambda: None  # unless what follows leaves some gradients
+            self.dw_runner[bwd_chunk_id] = lambda: None  # unless the code below leaves some gradients
             if self.accumulates:
                 self._warn_whole("FSDP2 reduces gradients inside the backward")
         seen = self._watch(bwd_chunk_id)

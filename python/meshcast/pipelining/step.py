@@ -445,7 +445,7 @@ class StepFeed:
             key = id(values) if values else -number - 1
             if key not in known:  # worth it: this runs for every micro-batch
                 shardings = self._sharded(number, values)
-                # DTensors compute what all ranks of the mesh do together.
+                # DTensors compute the result of all ranks of the mesh together.
                 parts = Fraction(1) if stage.use_dtensor else part_of(stage, stage.data_dims, shardings)
                 known[key] = part_of(stage, stage.loss_dims, shardings), parts
             of_loss.append(known[key][0])

@@ -245,7 +245,7 @@ class RecentTimes:
         for action, begin, end in trace.events:
             if action.kind.is_compute:
                 spent.setdefault(action.stage, {}).setdefault(action.kind, []).append(end - begin)
-        # The mean over the micro-batches: their sum is what a step takes.
+        # The mean over the micro-batches: their sum is the time of a step.
         self._steps.append(
             {stage: {kind: sum(each) / len(each) for kind, each in by.items()} for stage, by in spent.items()}
         )

@@ -37,7 +37,7 @@ _OLD_FORM = (
     "meshcast.Resharder(src_spec, dst_spec) is deprecated: write Resharder(src_spec, dst_spec.mesh, "
     "dst_spec.placements, dtype=dst_spec.dtype, group=group), as for meshcast.reshard"
 )
-_NO_SPEC = object()  # None is what something else than a DTensor has
+_NO_SPEC = object()  # None is that of anything else than a DTensor
 
 
 class Resharder:

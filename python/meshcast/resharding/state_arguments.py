@@ -64,7 +64,7 @@ class Given:
     strict: bool = True
     strategy: str = "auto"
     topology: Topology | None = None
-    lost: tuple[tuple[int, int], ...] = ()  # (number in layouts of what is held, what messages call it)
+    lost: tuple[tuple[int, int], ...] = ()  # (number in layouts of what is held, its name in messages)
     numbers: Mapping[int, int] | None = None  # of ranks in what is held, by their numbers there
     own: Any = ()  # names, or a function of the name: entries of which each rank has its own
     loaded: Any = None  # {name: [(box, tensor)]}, in addition to what is held

@@ -240,7 +240,7 @@ class StateRun:
         self.key: Any = None
         self.version = _NONE
         self.memory = memory
-        self.kept: dict[int, Known] = {}  # by conversation, what earlier calls of this kind have left
+        self.kept: dict[int, Known] = {}  # by conversation, left by earlier calls of this kind
         self.result = ReshardedState()
         self.batches: Sequence[Batch] = ()
         self.made: list[Call] = []
@@ -604,7 +604,7 @@ class Repeated:
         run = StateRun(self._rank, given, version, op=op, again=again, memory=memory, wrong=wrong)
         if run.call is not None and again is None:
             self._key, self._kept = run.key, {}
-            # Weights that it has sent are none of its business any longer.
+            # Weights that it has sent do not concern it any longer.
             self._call = replace(run.call, tensors={}, outs={})
             self._like = {old: likeness(x) for old, x in (state or {}).items() if not is_carried(x)}
             self._outs = {name: _place(x) for name, x in run.call.outs.items()}

@@ -44,7 +44,7 @@ __all__ = ["Buffer", "Buffers", "WeightProgress", "WeightStats", "WeightSync"]
 
 
 _OP = "WeightSync"
-_LOOK = 0.25  # seconds between two looks for ranks that have exited
+_LOOK = 0.25  # seconds between two checks for ranks that have exited
 
 
 @dataclass(frozen=True)

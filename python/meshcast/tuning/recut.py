@@ -37,7 +37,7 @@ __all__ = ["RebalanceRequest", "Recut", "RunningPipeline", "agreed_cut", "all_we
 
 _SIMULATED = 300  # cuts at most: training waits for it
 _COMPARED = 8  # cuts, the fastest of the search, whose moves are planned
-_UNKNOWN = 1.0  # what every layer costs where nothing is known of them
+_UNKNOWN = 1.0  # the cost of every layer, if none is known
 
 
 @dataclass(frozen=True)
