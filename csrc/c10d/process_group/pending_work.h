@@ -29,7 +29,7 @@ class PendingWork final : public c10d::Work {
   std::exception_ptr exception() const override;
   std::vector<at::Tensor> result() override;
   void synchronize() override;
-  // Without a limit of its own it waits for the call's, which also ends a queued call.
+  // Without a limit of its own it waits up to the call's, which also ends a queued call.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 

@@ -12,8 +12,8 @@
 
 namespace meshcast {
 
-// The reason why a message did not arrive. The text is the transport's own; the layer that decides which rank
-// failed is further up, where the first cause of all ranks is known.
+// The reason why a message did not arrive. The text is the transport's own; which rank is at fault is decided
+// further up, where the first cause of all ranks is known.
 class TransportError : public std::runtime_error {
  public:
   // Mismatch: the message has another size than its receive; the connection stays usable. Memory: this rank has
