@@ -1,5 +1,5 @@
 """Refuses wide lines of prose in the documents, words for which CONTRIBUTING.md has plainer ones in the
-documents, the docstrings and the texts of the package, and docstrings that begin as an answer does.
+documents, the docstrings, comments and texts of the package, and docstrings that begin as an answer does.
 
 python tools/check_docs.py [width | words | docstrings]
 
@@ -10,8 +10,10 @@ Tables, and lines that are only a link or an image, may have any width. Words in
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +60,7 @@ _BEGINNING = re.compile(
     r"(?!these|those|the |all )(?=[a-z])[^.?|]*(?P<end>[.?|]|$)",
     re.MULTILINE,
 )
+_LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)\'')  # of C++
 # A docstring begins with a noun phrase (a class, a module) or a verb (a function).
 NO_DOCSTRING = {"Of", "That", "Those", "What", "Whether", "Who", "How", "Where", "Which"}
 # Texts of the package that still have such words: {file: number of them}. A number may only fall.
@@ -139,6 +142,20 @@ def words_of_source(text: str) -> int:
     return sum(len(words(each)) for each in texts if " " in each)
 
 
+def words_of_comments(text: str, python: bool) -> list[tuple[int, str]]:
+    """(line, word) of the comments of a Python or C++ file; a phrase may be wrapped. The first words of a
+    comment may be a clause: "// What a peer sent." names a member."""
+    comments = dict.fromkeys(range(1, text.count("\n") + 2), "")
+    if python:
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT:
+                comments[token.start[0]] = token.string[1:]
+    else:
+        for number, line in enumerate(text.splitlines(), start=1):
+            comments[number] = _LITERAL.sub("", line).partition("//")[2]
+    return words("\n".join(comments.values()))
+
+
 def answers(text: str) -> list[tuple[int, str]]:
     """(line, first word) of the docstrings in a module's text that begin with one of NO_DOCSTRING."""
     found = []
@@ -160,7 +177,7 @@ def wide() -> list[str]:
 
 
 def unplain() -> list[str]:
-    """Lines about words in documents and docstrings, and about texts that have another number than LEFT."""
+    """Lines about words in documents, docstrings and comments, and about wrong numbers in LEFT."""
     found: dict[str, list[tuple[int, str]]] = {}
     counts: dict[str, int] = {}
     for path in documents(ROOT):
@@ -169,9 +186,12 @@ def unplain() -> list[str]:
             found[str(path.relative_to(ROOT))] = words_of_document(text)
     for path in sorted((ROOT / "python" / "meshcast").rglob("*.py")):
         name = str(path.relative_to(ROOT))
-        found[name], counts[name] = words_of_module(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        found[name], counts[name] = words_of_module(text)
+        found[name] += words_of_comments(text, python=True)
     for path in sorted((ROOT / "csrc").rglob("*.[hc]*")):
-        counts[str(path.relative_to(ROOT))] = words_of_source(path.read_text(encoding="utf-8"))
+        name, text = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+        found[name], counts[name] = words_of_comments(text, python=False), words_of_source(text)
     lines = [
         f"{name}:{number}: {word!r} has a plainer word: the table in CONTRIBUTING.md"
         for name, its in found.items()

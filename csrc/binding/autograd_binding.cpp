@@ -24,8 +24,8 @@ void cut_edges(const py::object& node, const std::vector<size_t>& numbers) {
   for (const size_t number : numbers) found->next_edges().at(number) = {};
 }
 
-// Lets go of what these nodes have saved for their backward, as a backward does that keeps no graph. Nodes that
-// Python has made keep what they have.
+// Frees the values that these nodes have saved for their backward, as a backward does that keeps no graph.
+// Nodes that Python has made keep theirs.
 void release_saved(const py::list& nodes) {
   for (const py::handle& node : nodes) {
     if (torch::autograd::Node* found = node_of(node)) found->release_variables();

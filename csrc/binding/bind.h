@@ -16,13 +16,13 @@ namespace py = pybind11;
 // bindings.
 void bind_errors(pybind11::module_& m);
 
-// The instance of its class that Python sees.
+// The instance of its Python class.
 pybind11::object instance_of(const Error& error);
 
-// The way back, for errors that Python keeps for a C++ caller: class, text and who, where and when.
+// The reverse, for errors that Python keeps for a C++ caller: class, text and fields.
 Error error_from(const pybind11::object& raised);
 
-// What Python raised, on its way through C++ and back: there it is the same object again.
+// An exception of Python that passes through C++ and back, where it is the same object again.
 class PythonError : public Error {
  public:
   PythonError(const Error& error, std::shared_ptr<PyObject> raised)
@@ -33,7 +33,7 @@ class PythonError : public Error {
   std::shared_ptr<PyObject> raised_;
 };
 
-// The same of what is no error of meshcast: where that counts, it is none here either.
+// The same for an exception that is no error of meshcast: it is none here either.
 class PythonFailure : public std::runtime_error {
  public:
   PythonFailure(const std::string& text, std::shared_ptr<PyObject> raised)
@@ -50,7 +50,7 @@ void bind_plan(pybind11::module_& m);
 // Private groups and the registered c10d backend.
 void bind_runtime(pybind11::module_& m);
 
-// What ranks say to each other through the store, and the shared memory of a host.
+// The messages of ranks through the store, and the shared memory of a host.
 void bind_conversation(pybind11::module_& m);
 
 // Private groups and how their ranks meet.
@@ -60,13 +60,13 @@ void bind_groups(pybind11::module_& m);
 void bind_calls(pybind11::module_& m);
 void bind_record(pybind11::module_& m);
 
-// What torch's Python cannot do to the graph of autograd.
+// Changes to the graph of autograd that torch's Python cannot make.
 void bind_autograd(pybind11::module_& m);
 
 // The data plane over UCX. Only builds with UCX's headers have it.
 void bind_ucx(pybind11::module_& m);
 
-// What tests arm fault points with. Only builds with MESHCAST_FAULT_POINTS have it.
+// Functions by which tests arm fault points. Only builds with MESHCAST_FAULT_POINTS have it.
 void bind_faults(pybind11::module_& m);
 
 // The kernels, as the submodule `cuda` that only builds with CUDA have. Pointers and strides come as numbers,

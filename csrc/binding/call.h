@@ -20,7 +20,7 @@
 // a compiled reshard; another waits for it.
 namespace meshcast {
 
-// Beside the record, what Python does about it. Any thread; each prints what fails in it.
+// The Python side of the record. Any thread; each prints its own failures.
 void observe(const std::function<void(const py::object&)>& tell);  // tell(observer), if there is one
 std::shared_ptr<Flight> new_flight(const std::string& op, const std::shared_ptr<const Members>& group,
                                    int32_t rank, const std::shared_ptr<const std::string>& what,
@@ -28,7 +28,7 @@ std::shared_ptr<Flight> new_flight(const std::string& op, const std::shared_ptr<
 void note_end(const Flight& flight);
 void note_failure(Flight& flight, const std::exception_ptr& error);
 
-// What a shard must be; no shape where the rank is in no mesh of that side.
+// The expected form of a shard; no shape if the rank is in no mesh of that side.
 struct ExpectedShard {
   std::optional<std::vector<int64_t>> shape;
   at::ScalarType dtype;
@@ -39,26 +39,26 @@ class PythonTransfer final : public Transfer {
  public:
   struct Names {
     std::string op;
-    std::string what;  // is moved, in words
+    std::string what;  // the moved object, in words
     std::shared_ptr<const Members> members;
   };
 
-  // compile: returns op, descriptor, plan and that of the backward, and of both plans what the record shows.
-  // medium: moves what is not on CPUs; None.
+  // compile: returns op, descriptor, plan and that of the backward, and the facts of both plans for the record.
+  // medium: moves tensors that are not on CPUs; None.
   PythonTransfer(std::shared_ptr<Group> group, int32_t lane, bool is_shared, py::function compile, Names names,
                  py::object medium, std::vector<ExpectedShard> source, std::vector<ExpectedShard> destination);
 
-  // Whether the shards are what is expected, on CPUs, and need nothing done before they are moved. Where not,
-  // who called finds out why.
+  // True if the shards are as expected, on CPUs, and can be moved as they are. If not, the caller finds out
+  // why.
   bool fit(const OptionalTensors& source, const OptionalTensors& destination) const;
-  // Whether this rank has a shard of that tensor at either end.
+  // True if this rank has a shard of that tensor at either end.
   bool holds(size_t index) const { return index < source_.size() && source_[index].shape.has_value(); }
   bool receives(size_t index) const {
     return index < destination_.size() && destination_[index].shape.has_value();
   }
   std::shared_ptr<Flight> new_flight(bool reverse) const;  // with the lock of the interpreter
   std::shared_ptr<PyObject> facts(bool reverse) const;     // null before it is compiled
-  // That of one direction, with `moved`, by peer, where it has none yet.
+  // The traffic of one direction, made from `moved` if it has none yet.
   std::shared_ptr<Traffic> traffic(bool reverse, const std::function<std::vector<PeerTraffic>()>& moved);
   bool note_agreed() { return !agreed_.exchange(true); }  // true the first time
   std::string descriptor() const;
@@ -75,7 +75,7 @@ class PythonTransfer final : public Transfer {
   const std::shared_ptr<const Members> members_;
   const std::vector<ExpectedShard> source_;
   const std::vector<ExpectedShard> destination_;
-  mutable std::mutex made_mutex_;  // whoever holds it waits for nothing
+  mutable std::mutex made_mutex_;  // never held in a wait
   std::string descriptor_;
   std::array<std::shared_ptr<PyObject>, 2> facts_;
   std::array<double, 2> bounds_{};  // seconds
@@ -86,7 +86,7 @@ class PythonTransfer final : public Transfer {
 // One start of a transfer with its entry in the record.
 class Call : public Start {
  public:
-  // driven: who made it waits at once, and helps to move. With the lock of the interpreter.
+  // driven: its caller waits at once, and helps to move. With the lock of the interpreter.
   Call(std::shared_ptr<PythonTransfer> transfer, std::shared_ptr<CallNumber> number, double timeout_seconds,
        bool driven, bool reverse);
 
@@ -95,15 +95,14 @@ class Call : public Start {
     destination_ = std::move(destination);
   }
   void submit();
-  // Waits as Start, then does the last steps, the first time. Throws what is left of earlier calls to be
-  // raised.
+  // Waits as Start, then does the last steps, the first time. Throws errors that are left from earlier calls.
   void wait_for_all();
-  // Last steps, given before anybody waits: `from`, of another type, is copied to `to`; autograd learns that
+  // Last steps, given before any wait: `from`, of another type, is copied to `to`; autograd learns that
   // `tensor` was written.
   void copy_at_end(at::Tensor to, at::Tensor from) { copied_.emplace_back(std::move(to), std::move(from)); }
   void wrote(at::Tensor tensor) { written_.push_back(std::move(tensor)); }
-  // A source, whose memory is not kept: who waits learns whether it was changed meanwhile. A tensor made in
-  // inference mode does not count what is written on it.
+  // A source, whose memory is not kept: a wait reports whether it was changed meanwhile. A tensor made in
+  // inference mode does not count writes.
   struct Watched {
     c10::VariableVersion counter;  // of the tensor and all of its views
     uint32_t version = 0;          // when it was given
@@ -112,17 +111,17 @@ class Call : public Start {
   void watch(const at::Tensor& source);
   // The first such source that was changed.
   std::optional<Watched> changed() const;
-  // wait_for_all(), and watches no longer. False where one was changed before the end, after which nothing
-  // is waited for, or in the wait.
+  // wait_for_all(), and watches no longer. False if a source was changed before the end, after which it does
+  // not wait, or in the wait.
   bool wait_unchanged();
-  bool completes();                                          // is_completed(), and notes what the next one says
+  bool completes();                                          // is_completed(), and sets ended_unchanged()
   bool ended_unchanged() const { return ended_unchanged_; }  // as completes() has found
   // On the thread that settles it; at once where it is settled.
   void when_settled(py::function call);
   // Null where nothing of the source can be read after the call was made.
   virtual std::shared_ptr<Refusal> retract(const std::string& /*why*/) { return nullptr; }
   virtual py::object work() const = 0;     // None before it was started
-  virtual py::object figures() const = 0;  // likewise
+  virtual py::object figures() const = 0;  // None before it was started
   void count_unwaited();                   // once it has ended, if it only sends
   void land();                             // it has ended: nothing waits for it when its group closes
 
@@ -139,7 +138,7 @@ class Call : public Start {
     double seconds = 0;
   };
   virtual std::vector<PeerTraffic> moved() const = 0;  // once it was started
-  virtual Sums sums() const = 0;                       // likewise
+  virtual Sums sums() const = 0;                       // once it was started
   void began_again() override { flight->again(); }
   void settled() override;
   void release() override {
@@ -156,10 +155,10 @@ class Call : public Start {
 
   const Origin call_origin_;
   const bool is_reverse_;
-  std::optional<std::list<std::shared_ptr<Call>>::iterator> flies_;  // among those that nobody has waited for
+  std::optional<std::list<std::shared_ptr<Call>>::iterator> flies_;  // among the calls without a wait
   std::vector<std::pair<at::Tensor, at::Tensor>> copied_;
   std::vector<at::Tensor> written_;
-  mutable std::mutex watch_mutex_;  // whoever holds it waits for nothing
+  mutable std::mutex watch_mutex_;  // never held in a wait
   std::vector<Watched> watched_;
   std::atomic<bool> ended_unchanged_{false};
   std::mutex finish_mutex_;
@@ -169,11 +168,11 @@ class Call : public Start {
   std::vector<std::shared_ptr<PyObject>> calls_;
 };
 
-// Waits for calls of the group that nobody has waited for, to `limit`: a rank that only sends returns from its
-// call before its peers have the data.
+// Waits, up to `limit`, for the calls of the group that have had no wait: a rank that only sends returns from
+// its call before its peers have the data.
 void drain(const Group& group, TimePoint limit);
 
-// Counts and drops, of all of these, what has ended.
+// Counts and drops those of these calls that have ended.
 void look_at_flying();
 
 }  // namespace meshcast

@@ -39,12 +39,11 @@ bool fit_all(const OptionalTensors& shards, const std::vector<ExpectedShard>& ex
   return true;
 }
 
-// Calls that nobody has waited for yet. A forked child has none of its parent's. Whoever holds the lock waits
-// for nothing else.
+// Calls that have had no wait yet. A forked child has none of its parent's. The lock is never held in a wait.
 struct Flying {
   std::mutex mutex;
   std::list<std::shared_ptr<Call>> calls;
-  size_t limit = 64;  // before a look which of them have ended
+  size_t limit = 64;  // of calls before a check which of them have ended
 
   std::vector<std::shared_ptr<Call>> all() {
     const std::lock_guard lock(mutex);
@@ -272,7 +271,7 @@ bool Call::completes() {
   return completed;
 }
 
-// Others that wait for it go on once it is done.
+// Other waiters continue once it is done.
 void Call::finish() {
   const std::lock_guard lock(finish_mutex_);
   if (std::exchange(finished_, true)) return;
@@ -373,7 +372,7 @@ class HostCall final : public Call {
   std::vector<DigestNans> nans_;
 };
 
-// Tensors that a medium, in Python, brings to where they are moved, or moves.
+// Tensors that a medium, in Python, copies to memory that can be moved, or moves itself.
 class MediumCall final : public Call {
  public:
   using Call::Call;
@@ -521,7 +520,7 @@ void bind_transfers(py::module_& m) {
       .def("new_flight", &PythonTransfer::new_flight, py::arg("reverse"));
 }
 
-// Of a DTensor, its part on this rank. None where the object is no tensor, or has none.
+// The part of a DTensor on this rank. None if the object is no tensor, or has none.
 std::optional<at::Tensor> local_of(py::handle object) {
   static PyObject* const name = PyUnicode_InternFromString("_local_tensor");
   if (!THPVariable_Check(object.ptr())) return std::nullopt;
@@ -535,8 +534,8 @@ const void* storage_of(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && tensor.has_storage() ? tensor.storage().data() : nullptr;
 }
 
-// Those that are tensors; of a DTensor its local one as well. A source in the storage of `out` is not watched,
-// since the call itself writes there.
+// Watches those that are tensors, and the local tensor of a DTensor. A source in the storage of `out` is not
+// watched, since the call itself writes there.
 void watch_sources(Call& call, const py::iterable& sources, py::handle out) {
   const auto own_of = [](py::handle object) {
     auto local = local_of(object);
@@ -592,7 +591,7 @@ std::shared_ptr<HostCall> started(const std::shared_ptr<PythonTransfer>& transfe
     if (transfer->receives(i)) to[i] = local_of(results[i]);
   if (!transfer->fit(from, to)) return nullptr;
   for (auto& each : from) {
-    // An alias keeps the memory though its owner gets another.
+    // An alias keeps the memory even if its owner gets another.
     if (each) each = each->variable_data();
   }
   if (are_given) {

@@ -22,8 +22,8 @@ namespace {
 
 using Found = std::optional<std::pair<int32_t, std::string>>;  // a lost rank, and why that is known
 
-// function() on a thread that does not hold the lock of the interpreter; null for None. What it raises passes
-// through whatever called it.
+// function() on a thread that does not hold the lock of the interpreter; null for None. Its exceptions pass
+// through the caller.
 template <typename Result>
 std::function<Result()> python_function(py::object function) {
   if (function.is_none()) return {};

@@ -18,14 +18,14 @@
 #include "common/forks.h"
 #include "group/meeting.h"
 
-// What the two cores of a private group look like in Python alike. Every method that may block or free tensors
-// runs without the GIL; no thread of theirs takes it, but in a future's callback that is Python's.
+// The common part of the bindings of a private group's two cores. Every method that may block or free tensors
+// runs without the GIL; their threads take it only in a future's callback that is Python's.
 namespace meshcast {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using OptionalTensors = std::vector<std::optional<at::Tensor>>;
 
-// A Python object that a thread of ours may keep and let go of, also while the interpreter ends.
+// A Python object that a thread of ours may keep and release, also while the interpreter ends.
 inline std::shared_ptr<PyObject> kept(py::object object) {
   return {object.release().ptr(), [](PyObject* kept_object) {
             if (!Py_IsInitialized()) return;
@@ -34,7 +34,7 @@ inline std::shared_ptr<PyObject> kept(py::object object) {
           }};
 }
 
-// Calls of Python from threads of any kind. What it raises is thrown as what C++ knows, and keeps the object.
+// For calls of Python from any thread. Its exception is thrown as one that C++ knows, and keeps the object.
 [[noreturn]] inline void throw_as_error(py::error_already_set& raised) {
   const py::object value = raised.value();
   const auto name = py::type::of(value).attr("__name__").cast<std::string>();
@@ -62,14 +62,14 @@ inline py::object as_python(const std::shared_ptr<GroupCore>& core) {
   return py::cast(std::dynamic_pointer_cast<TensorGroup>(core));
 }
 
-// Locks of ours are never waited for with the lock of the interpreter: who has one may need that.
+// Locks of ours are never waited for with the GIL held: their holder may need it.
 template <typename Call>
 auto without_gil(const Call& call) {
   const py::gil_scoped_release no_gil;
   return call();
 }
 
-// As an instance of its class; None for none.
+// As an instance of its Python class; None for none.
 inline py::object as_exception(const std::exception_ptr& error) {
   if (!error) return py::none();
   try {
@@ -98,8 +98,8 @@ inline void unlocked(const std::function<void()>& call) {
   call();
 }
 
-// What has threads, or uses them: its destructor may join or wait for them, for which Python may still be
-// holding the GIL where it drops it. A forked child has none of these threads, and keeps what it cannot end.
+// An object that has threads, or uses them: its destructor may join or wait for them, while Python may hold the
+// GIL when it drops the object. A forked child has none of these threads, and keeps objects that it cannot end.
 template <typename T>
 std::shared_ptr<T> owned(std::shared_ptr<T> thing) {
   T* const raw = thing.get();
@@ -123,7 +123,7 @@ inline const RunState& run_of(const c10::intrusive_ptr<c10d::Work>& work) {
   return reshard->run();
 }
 
-// Of one run of a work's program. peer: in the group.
+// The traffic of one run of a work's program. peer: in the group.
 struct PeerTraffic {
   int32_t peer = 0;
   bool is_sent = false;  // to the peer
@@ -160,7 +160,7 @@ inline py::dict stats_of(const c10::intrusive_ptr<c10d::Work>& work) {
   py::dict out;
   out["bytes_sent"] = run.program().bytes_sent;
   out["bytes_received"] = run.program().bytes_received;
-  out["bytes_done"] = run.sent_bytes() + run.received_bytes();  // a GPU tells nothing until it is through
+  out["bytes_done"] = run.sent_bytes() + run.received_bytes();  // a GPU reports nothing before it has finished
   out["seconds"] = run.seconds();
   return out;
 }

@@ -40,7 +40,7 @@ py::dict fields_of(const Error& error) {
   return fields;
 }
 
-// What a handler raises of a signal that came in the meantime counts more than the error.
+// An exception from the handler of a signal that came in the meantime takes precedence over the error.
 void raise(const Error& error) {
   try {
     const py::object instance = instance_of(error);

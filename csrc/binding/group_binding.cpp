@@ -113,7 +113,7 @@ class PythonSite final : public OpenRefusals::Site {
   const std::shared_ptr<PyObject> group_of_;
 };
 
-// What abort() and close() of a Python object raise is printed.
+// Exceptions from abort() and close() of a Python object are printed.
 class PythonAttachment final : public Attachment {
  public:
   explicit PythonAttachment(py::object thing) : thing_(kept(std::move(thing))) {}

@@ -7,9 +7,8 @@
 namespace meshcast {
 namespace {
 
-// What Python does beside the record: knows which frames are its own, logs, writes the record to a file.
-// Guarded by the lock of the interpreter. Two of its methods are kept: each call asks one, and new code the
-// other.
+// The Python side of the record: knows which frames are its own, logs, writes the record to a file. Guarded by
+// the GIL. Two of its methods are kept: each call asks one, and new code the other.
 PyObject* observer = nullptr;
 PyObject* observer_is_ours = nullptr;
 PyObject* observer_is_verbose = nullptr;
@@ -22,7 +21,7 @@ py::object called(PyObject* method) {
 }
 
 // Code that calls have passed, by address: of a program, with what a flight keeps of it, or ours, without.
-// Guarded likewise. What is here is kept alive, so no address is used again meanwhile.
+// Guarded by the GIL. Entries are kept alive, so no address is used again meanwhile.
 struct Passed {
   py::object code;
   std::shared_ptr<void> of_program;

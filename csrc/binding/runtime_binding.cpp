@@ -77,7 +77,7 @@ Splitter splitter(py::function function) {
   };
 }
 
-// A task of the executor that calls Python. What it raises is printed, as torch does for add_done_callback().
+// A task of the executor that calls Python. Its exceptions are printed, as torch does for add_done_callback().
 std::function<void()> python_task(py::function function) {
   return [function = kept(std::move(function))] {
     const py::gil_scoped_acquire gil;
@@ -117,12 +117,12 @@ uint64_t digest_of(const at::Tensor& part, const std::vector<int64_t>& low, cons
 void bind_runtime(py::module_& m) {
   py::module_::import("torch.distributed");  // registers Backend, Store and Work
 
-  // Kept, it spares a group that comes up the risk that there is no thread for it.
+  // A kept one ensures that a new group has a thread.
   py::class_<WorkThread, std::shared_ptr<WorkThread>>(m, "WorkThread").def(py::init([] {
     return owned(WorkThread::of_process());
   }));
 
-  // Calls `function` on a thread that may wait for what it likes; see Executor.
+  // Calls `function` on a thread that may block; see Executor.
   m.def(
       "run_callback",
       [](py::function function) { Executor::of_process().post(python_task(std::move(function))); },

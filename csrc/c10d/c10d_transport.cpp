@@ -33,8 +33,8 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 // Longer than any call: the watcher ends those that are past their limit, and aborts the wait with them.
 constexpr auto kForEver = std::chrono::milliseconds(std::chrono::hours(24 * 365));
 
-// gloo reports everything as text. What it says when a wait ran out of time is the only thing that tells
-// that case from a lost connection.
+// gloo reports everything as text. Only its text distinguishes a wait that ran out of time from a lost
+// connection.
 TransportError::Cause classify(const std::string& text) {
   if (text.find("imed out") != std::string::npos) return TransportError::Cause::Timeout;
   if (text.find("abort") != std::string::npos) return TransportError::Cause::Aborted;
@@ -59,7 +59,7 @@ void check_rails(size_t count, const std::vector<int32_t>& first_rail) {
 const TransportError kAborted(TransportError::Cause::Aborted, "the transport was aborted");
 
 // Messages of one lane and direction with one peer, in the order in which they were posted. gloo can only be
-// waited for, not asked: a thread waits for the front one. After a failure nothing is waited for any longer,
+// waited for, not polled: a thread waits for the front one. After a failure nothing is waited for any longer,
 // since gloo has closed the connection; the rest ends with abort().
 class WaitLine {
  public:
@@ -118,7 +118,7 @@ class WaitLine {
     WorkPtr work;
     std::unique_ptr<Message> message;
     std::vector<std::byte> staging;
-    Incoming* into = nullptr;  // the message, where what is in `staging` goes in the end
+    Incoming* into = nullptr;  // the message, to which `staging` is written in the end
     std::optional<TransportError> error;
   };
 
@@ -178,7 +178,7 @@ class WaitLine {
     bool failed = false;
     for (;;) {
       changed_.wait(lock, [&] { return aborted_ || (!failed && !waiting_.empty()); });
-      if (waiting_.empty()) return;  // aborted, and all are told
+      if (waiting_.empty()) return;  // aborted, and all ends are reported
       Waiting front = std::move(waiting_.front());
       waiting_.pop_front();
       if (failed) {
@@ -193,7 +193,7 @@ class WaitLine {
         front_ = nullptr;
         failed = error.has_value();
         lock.unlock();
-        front.work.reset();  // gloo lets go of the memory
+        front.work.reset();  // gloo releases the memory
         if (error) {
           front.message->failed(peer_, *error);
         } else {

@@ -10,9 +10,9 @@
 
 namespace meshcast {
 
-// Point-to-point of any c10d backend; in practice a private ProcessGroupGloo. Peers are ranks of that
-// backend. Facts about gloo that the executor relies on: send and recv only enqueue; completion is learnt by
-// waiting and in no other way; messages match by tag; a send ends once its receive is posted.
+// Point-to-point of any c10d backend; in practice a private ProcessGroupGloo. Peers are ranks of that backend.
+// Facts about gloo that the executor relies on: send and recv only enqueue; only a wait shows completion;
+// messages match by tag; a send ends once its receive is posted.
 //
 // `rails`: one backend for each network interface of a host, over the same ranks. Messages between two ranks
 // take them in turns, so that any rank can use all interfaces of its host: those that rank r sends go by

@@ -32,7 +32,7 @@ struct LargeBlock {
 
 void free_block(void* block) { delete static_cast<LargeBlock*>(block); }
 
-// What torch asks again where a storage is resized.
+// The allocator that torch calls again when a storage is resized.
 class LargeBlockAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {

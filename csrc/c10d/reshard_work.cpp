@@ -19,7 +19,7 @@ std::shared_ptr<RecycleBin::Bag> RecycleBin::bag(std::vector<at::Tensor> tensors
               bag->next = std::move(bin->bags_);
               bin->bags_.reset(bag);
             }
-            // Nobody is left to empty it.
+            // No work is left to empty it.
             if (bin.use_count() == 1) Executor::of_process().post([bin] {});
           }};
 }

@@ -18,18 +18,18 @@ namespace meshcast {
 
 class Watcher;
 
-// Tensors whose last reference an engine thread let go of. Freeing a tensor may need the GIL, which such a
+// Tensors whose last reference an engine thread has dropped. Freeing a tensor may need the GIL, which such a
 // thread must never wait for: threads of users, and of the executor, empty the bin instead.
 class RecycleBin : public std::enable_shared_from_this<RecycleBin> {
  public:
   struct Bag {
     std::vector<at::Tensor> tensors;
-    std::unique_ptr<Bag> next = nullptr;  // in the bin, so that what lands there needs no memory
+    std::unique_ptr<Bag> next = nullptr;  // in the bin, so that adding it needs no memory
   };
 
   ~RecycleBin() { empty(); }
 
-  // The bag lands in the bin, not on the floor, when the last reference goes.
+  // The bag goes to the bin when its last reference is dropped.
   std::shared_ptr<Bag> bag(std::vector<at::Tensor> tensors);
 
   void empty();
@@ -40,10 +40,12 @@ class RecycleBin : public std::enable_shared_from_this<RecycleBin> {
   std::unique_ptr<Bag> bags_;
 };
 
-// The Work of one reshard. Unlike gloo's it can be polled, has a future, and keeps the type of its error.
+// The Work of one reshard. In contrast to gloo's it can be polled, has a future, and keeps the type of its
+// error.
 class ReshardWork : public c10d::Work {
  public:
-  // `outputs`: those of the run's tensors that are results. `watcher`: hears of a wait that a signal ends.
+  // `outputs`: those of the run's tensors that are results. `watcher`: is notified of a wait that a signal
+  // ends.
   ReshardWork(int rank, std::shared_ptr<RunState> run, std::shared_ptr<RecycleBin> bin,
               std::vector<at::Tensor> outputs, std::weak_ptr<Watcher> watcher = {});
   ~ReshardWork() override { bin_->empty(); }
@@ -58,8 +60,8 @@ class ReshardWork : public c10d::Work {
   std::vector<at::Tensor> result() override { return outputs_; }
   void synchronize() override { wait(kNoTimeout); }
   // 0 = as long as the call's own limit allows, which bounds it. A shorter limit that expires raises
-  // DeadlineExceeded and leaves the transfer running. What a handler of a signal raises ends the wait and
-  // aborts the group.
+  // DeadlineExceeded and leaves the transfer running. An exception from the handler of a signal ends the wait
+  // and aborts the group.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override { return static_cast<uint64_t>(run_->label().ordinal); }
@@ -68,7 +70,7 @@ class ReshardWork : public c10d::Work {
 
  protected:
   // A future, and how it is completed once the run has ended well. That holds nothing of this Work, which may
-  // be gone by then.
+  // be destroyed by then.
   struct Promise {
     c10::intrusive_ptr<c10::ivalue::Future> future;
     std::function<void(c10::ivalue::Future& future, const std::vector<at::Tensor>& outputs)> complete;
@@ -87,7 +89,7 @@ class ReshardWork : public c10d::Work {
   const std::vector<at::Tensor> outputs_;
   const std::weak_ptr<Watcher> watcher_;
   std::mutex mutex_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;  // null until somebody asks: most never do
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // null until it is requested, which is rare
 };
 
 }  // namespace meshcast

@@ -49,8 +49,8 @@ c10::intrusive_ptr<c10d::Work> TensorGroup::start_tensors(const AgreedPlan& agre
     if (!args.nans.empty() && args.nans.size() != args.source.size())
       throw LayoutError("digests are taken of all tensors or of none");
     buffers.nans = args.nans;
-    // The engine's threads drop it when the run has ended. Tensors may need the GIL to be freed, so they land
-    // in the bin.
+    // The engine's threads drop it when the run has ended. Tensors may need the GIL to be freed, so they go to
+    // the bin.
     buffers.keepalive = bin_->bag(std::move(taken.kept));
     return buffers;
   };

@@ -16,7 +16,7 @@ bool is_empty(const std::vector<int64_t>& shape) {
   return std::any_of(shape.begin(), shape.end(), [](int64_t extent) { return extent == 0; });
 }
 
-// Null where there is none, however torch says so.
+// Null if there is none, in any way that torch reports it.
 std::byte* address_of(const at::Tensor& tensor) {
   try {
     return static_cast<std::byte*>(tensor.data_ptr());
@@ -107,7 +107,7 @@ ElementType checked_type(const std::optional<at::Tensor>& source, ReduceOp op, s
 void refuse_overlap(const std::optional<at::Tensor>& source, const std::optional<at::Tensor>& destination,
                     size_t index) {
   if (!source || !destination || source->numel() == 0 || destination->numel() == 0) return;
-  // What has no strides is refused for that.
+  // Tensors without strides are refused for that reason.
   if (source->layout() != at::kStrided || destination->layout() != at::kStrided) return;
   const auto status = at::get_overlap_status(*source, *destination);
   if (status == at::MemOverlapStatus::Full || status == at::MemOverlapStatus::Partial) {

@@ -23,7 +23,7 @@ TensorMemory destination_memory(const std::optional<at::Tensor>& tensor,
 // None for what can be neither reduced nor cast.
 ElementType element_type(at::ScalarType type);
 
-// What its elements are. Throws LayoutError where `op` is not None and cannot reduce them.
+// The type of its elements. Throws LayoutError where `op` is not None and cannot reduce them.
 ElementType checked_type(const std::optional<at::Tensor>& source, ReduceOp op, size_t index);
 
 // A destination that shares memory with its source would be overwritten while it is still being sent.

@@ -40,7 +40,7 @@ void append_number(char* path, int fd) {
   *path = 0;
 }
 
-// visit(fd, inode) for what an epoll watches; nothing for other descriptors.
+// visit(fd, inode) for each descriptor that an epoll watches; nothing for other descriptors.
 template <typename Visit>
 void watched_by(int epoll, const Visit& visit) {
   char path[64] = "/proc/self/fdinfo/";
@@ -121,7 +121,7 @@ void in_child() {
     watched_by(event_fd, [&](int each, uint64_t /*inode*/) {
       if (inner.count < kMostInner) inner.fd[inner.count++] = each;
     });
-    close(event_fd);  // before: it watches them as well
+    close(event_fd);  // before the others, since it watches them
     close_what_watches(inner);
     for (size_t i = 0; i < inner.count; ++i) {
       watched_by(inner.fd[i], close_if);

@@ -15,12 +15,12 @@ namespace {
 
 using Cause = TransportError::Cause;
 
-// Peers that are alive take what UCX is in the middle of sending within this time.
+// Peers that are alive receive sends that UCX has begun within this time.
 constexpr auto kBusyGrace = std::chrono::milliseconds(500);
-// A rank that leaves because the group has failed there may tell why through the store alone, where it had no
-// time to say more. That gets a head start.
+// A rank that leaves because the group has failed there may report the cause through the store alone, if it had
+// no time for more. The store gets this head start.
 constexpr auto kLeaveGrace = std::chrono::milliseconds(300);
-constexpr size_t kMostOfCause = 2048;  // bytes of it that are told
+constexpr size_t kMostOfCause = 2048;  // bytes of it that are sent
 
 }  // namespace
 
@@ -83,7 +83,8 @@ void GroupTransport::arrived_locked(Kind kind, const Header& header, const std::
   if (!knows(header.sender)) return;
   Peer& peer = peer_at(header.sender);
   if (aborted_) {
-    // They wait for this rank. It may never have connected with them, so that they have not heard.
+    // These peers wait for this rank, but it may never have connected with them, so that they were not
+    // notified.
     std::string why;
     const bool waits = kind == Kind::Announce || kind == Kind::Post ||
                        (kind == Kind::Data && header.count == 1 && header.nbytes > kSmallBytes);
@@ -106,7 +107,7 @@ void GroupTransport::lost_locked(uint64_t process, const std::string& why) {
   }
 }
 
-// Nothing more comes from this peer but what is here, and what goes there is not taken.
+// Nothing more comes from this peer except what is here, and messages to it are not taken.
 void GroupTransport::lose_locked(Peer& peer, const std::string& why) {
   if (!peer.lost.empty()) return;
   peer.lost = why;
@@ -146,7 +147,7 @@ void GroupTransport::say_leave_locked(Peer& peer) {
     say_locked(link, peer.rank, Kind::Leave, {id_, 0, rank_, count, 0, 0}, leaves_because_);
 }
 
-// Who tells the cause needs no head start for it.
+// A rank that sends the cause needs no head start for it.
 void GroupTransport::left_locked(const Header& header, const std::byte* text, int64_t nbytes) {
   Peer& peer = peer_at(header.sender);
   if (peer.cause.empty() && nbytes > 0) {
@@ -221,7 +222,7 @@ void GroupTransport::abort_locked() {
   }
   for (auto& [key, probe] : std::exchange(probes_, {})) end_locked(key.peer, std::move(probe), kAborted);
   for (const auto& [key, sending] : std::unordered_map(sendings_)) give_up_locked(sending, kAborted);
-  // Also those that wait for this rank and with which it has not connected.
+  // This includes peers that wait for this rank and with which it has not connected.
   std::string why;
   for (const auto& [key, arrival] : std::exchange(arrivals_, {})) {
     if (arrival.announced || arrival.nbytes > kSmallBytes) link_for_locked(key.peer, key.key, key.peer, &why);
@@ -234,7 +235,7 @@ void GroupTransport::abort_locked() {
   }
 }
 
-// What UCX is in the middle of sending cannot be taken back; it ends with its connection alone.
+// A send that UCX has begun cannot be taken back; it ends only with its connection.
 void GroupTransport::close_busy_locked() {
   busy_until_ = TimePoint::max();
   std::vector<std::shared_ptr<Link>> links;
@@ -249,8 +250,8 @@ void GroupTransport::shutdown() {
   abort();
   std::unique_lock lock(plane_->mutex());
   plane_->wait(lock, [this] { return flights_.empty() && untold_ == 0; });
-  // Nothing moves any longer where the process ends at this moment. What UCX is busy with then ends after this
-  // group has ended, and tells nobody; what has ended is told here.
+  // Nothing moves any longer where the process ends at this moment. Flights of UCX then end after this group
+  // has ended, and are not reported; those that have ended are reported here.
   for (Flight* flight : flights_) flight->group = nullptr;
   flights_.clear();
   while (untold_ > 0) {

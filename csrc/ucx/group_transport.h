@@ -22,13 +22,13 @@ namespace meshcast::ucx {
 
 class ProcessPlane;
 
-// The messages of one private group. Whatever ends in `_locked`, and what UCX calls, is called with the lock of
-// the plane held; ends of messages are then queued there.
+// The messages of one private group. Functions that end in `_locked`, and callbacks of UCX, are called with the
+// lock of the plane held, in which ends of messages are queued.
 //
-// An eager message goes at once. So does the beginning of any other that is not posted yet, which announces it;
-// the rest goes once its receive is posted, in fragments, which are written where they belong as they come:
-// nothing is written that was not posted, or after the receive has ended. A sender without credit announces its
-// message alone. A receiver that has taken all of a message that is not small says so.
+// An eager message is sent at once. So is the beginning of any other that is not posted yet, which announces
+// it; the rest is sent once its receive is posted, in fragments, which are written to their place on arrival:
+// nothing is written without a posted receive, or after it has ended. A sender without credit announces its
+// message alone. A receiver that has all of a message that is not small acknowledges it.
 class GroupTransport final : public ProbingTransport {
  public:
   GroupTransport(std::shared_ptr<ProcessPlane> plane, uint64_t id, std::vector<Address> members, int rank,
@@ -48,12 +48,13 @@ class GroupTransport final : public ProbingTransport {
 
   uint64_t id() const { return id_; }
 
-  // What came from another rank; `data` is nbytes long and goes with Kind::Data alone.
+  // A message from another rank; `data` is nbytes long and goes with Kind::Data alone.
   void arrived_locked(Kind kind, const Header& header, const std::byte* data, int64_t nbytes);
   void abort_locked();
   void lost_locked(uint64_t process, const std::string& why);
 
-  // Does what is due by now: see busy_until_ and Peer::leaves. When the next of it is, if ever.
+  // Does the work that is due by now: see busy_until_ and Peer::leaves. due_locked(): when the next is due, if
+  // ever.
   void look_locked(TimePoint now);
   TimePoint due_locked() const;
 
@@ -79,20 +80,20 @@ class GroupTransport final : public ProbingTransport {
   struct Peer {
     int rank = -1;                        // in the group
     int64_t credit = 0;                   // bytes that may go there at once
-    int64_t taken = 0;                    // bytes of credit that were used up here since it last got some back
-    int32_t left_rails = 0;               // on which it has said that it leaves
+    int64_t taken = 0;                    // bytes of its credit used here since some was given back
+    int32_t left_rails = 0;               // on which it has sent Leave
     bool told = false;                    // that this rank leaves
     std::string lost;                     // why nothing comes from there any longer; empty while something may
-    std::string cause;                    // that it told when it left
+    std::string cause;                    // that it sent when it left
     TimePoint leaves = TimePoint::max();  // when it counts as lost because it has left
   };
   struct Receiving {
     std::unique_ptr<Incoming> message;
     int64_t nbytes = 0;
     int64_t arrived = 0;  // bytes
-    bool posted = false;  // the sender has been told
+    bool posted = false;  // the sender has been notified
   };
-  struct Arrival {                // what nobody has posted yet
+  struct Arrival {                // a message without a receive
     std::vector<std::byte> data;  // the bytes that were sent eagerly
     int64_t nbytes = 0;           // of the message
     bool announced = false;       // its sender waits for a post before it sends the rest

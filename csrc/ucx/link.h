@@ -16,20 +16,20 @@ namespace meshcast::ucx {
 
 class GroupTransport;
 
-// What ranks of a group send each other.
+// The messages between ranks of a group.
 enum class Kind : uint8_t {
   Data,      // bytes of a message
   Announce,  // a message waits for its receive
   Post,      // a receive waits for its message
   Taken,     // a message that waited for its receive has been received as a whole
   Credit,    // so many bytes of eager messages have been received
-  Leave,  // a rank uses the group no more, by its own end or because the group failed there, of which it tells
-          // the cause; it says so on each rail that it has, behind all that it sent there
+  Leave,     // a rank leaves the group, at its own end or because the group failed there, of which it sends
+             // the cause; sent on each rail that it has, behind all that it sent there
 };
 inline constexpr int kKinds = 6;
 
-// Of what ranks send each other, to be raised with each change of Kind, Header, or what they mean. Ranks
-// compare it as they meet, see Address.
+// The version of these messages, to be raised with each change of Kind, Header, or their meaning. Ranks compare
+// it when they meet, see Address.
 inline constexpr uint32_t kWireVersion = 2;
 inline constexpr uint32_t kWireMagic = 0x6d637500 + kWireVersion;  // "mcu"
 
@@ -42,7 +42,7 @@ struct Header {
   int64_t offset = 0;   // Data: of these bytes in the message
   int64_t nbytes = 0;   // Data, Announce: of the message. Post: of the receive
   uint32_t magic = kWireMagic;
-  uint32_t unused = 0;  // no byte that goes out is left as it was
+  uint32_t unused = 0;  // no byte is sent uninitialized
 };
 
 // None where the bytes are no header of this wire version.
@@ -53,7 +53,7 @@ inline std::optional<Header> read_header(const void* bytes, size_t length) {
   return header.magic == kWireMagic ? std::optional(header) : std::nullopt;
 }
 
-// How messages end that the transport itself ends.
+// The errors of messages that the transport itself ends.
 inline const TransportError kAborted(TransportError::Cause::Aborted, "the transport was aborted");
 inline const TransportError kForked(TransportError::Cause::Closed,
                                     "this process was forked from the one that made the connections");
@@ -67,22 +67,22 @@ struct Link {
   uint64_t process = 0;
   ucp_ep_h endpoint = nullptr;           // null once it is closed
   std::string failure;                   // why it has ended; empty while it is whole
-  std::vector<Link*>* broken = nullptr;  // where UCX's word of that goes
+  std::vector<Link*>* broken = nullptr;  // where a failure that UCX reports is added
 };
 
 struct Sending;
 
 // Messages of a group to one peer on one rail whose receives are posted, in the order in which they go: all of
-// one before the next, so that who forwards the first need not wait for the others.
+// one before the next, so that a rank that forwards the first need not wait for the others.
 struct Line {
   std::deque<std::shared_ptr<Sending>> waiting;
   int in_flight = 0;    // fragments
-  bool pumped = false;  // a thread is at it, and looks again before it leaves
+  bool pumped = false;  // a thread pumps it, and checks again before it leaves
   bool queued = false;  // to be pumped
 };
 
-// A message that waits for its receive, or is on its way in fragments. It has ended when the receiver has
-// taken all of it: that UCX has sent the bytes says nothing of a receiver that has died since.
+// A message that waits for its receive, or is in flight in fragments. It has ended when the receiver has taken
+// all of it: that UCX has sent the bytes says nothing of a receiver that has died since.
 struct Sending {
   int peer = -1;
   uint64_t key = 0;
@@ -100,7 +100,7 @@ struct Sending {
   std::optional<TransportError> error;
 };
 
-// What UCX is busy with. Its header stays where it is until it has ended.
+// A send of UCX. Its header stays in place until it has ended.
 struct Flight {
   GroupTransport* group =
       nullptr;  // which waits for its flights before it goes; null: it has ended all the same
@@ -115,7 +115,7 @@ struct Flight {
   std::shared_ptr<Line> line;         // in which it counts; none for the beginning of a message
 };
 
-// How a message ended, to be told once the lock is released.
+// The end of a message, to be reported once the lock is released.
 struct End {
   GroupTransport* group = nullptr;  // which waits for its ends before it goes
   std::unique_ptr<Message> message;

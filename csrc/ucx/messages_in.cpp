@@ -24,7 +24,7 @@ void GroupTransport::recv(const Envelope& from, int64_t nbytes, std::unique_ptr<
     const Arrival& begun = arrival.mapped();
     const auto count = static_cast<int64_t>(begun.data.size());
     if (begun.nbytes == nbytes) {
-      lock.unlock();  // nobody else knows the message yet
+      lock.unlock();  // no other thread knows the message yet
       message->write(0, count, begun.data.data());
       lock.lock();
       arrived = count;
@@ -39,7 +39,7 @@ void GroupTransport::recv(const Envelope& from, int64_t nbytes, std::unique_ptr<
     lock.unlock();
     return plane_->tell();
   }
-  // Connected also to receive: else this rank would not notice that the peer dies.
+  // A receive connects, too: else this rank would not notice that the peer dies.
   std::string why;
   if (aborted_ || !link_for_locked(from.peer, from.key, from.peer, &why)) {
     lock.unlock();
@@ -129,8 +129,8 @@ void GroupTransport::data_locked(const Header& header, const std::byte* data, in
   if (!posted || header.nbytes == expected) answer_locked(key.peer, key.key, header.nbytes, expected);
 }
 
-// The sender of a message that is not small waits for this: that all of it was taken, or what was expected in
-// its place.
+// The sender of a message that is not small waits for this: all of it was taken, or the size that was expected
+// instead.
 void GroupTransport::answer_locked(int peer, uint64_t key, int64_t nbytes, int64_t expected) {
   std::string why;
   const auto link = link_for_locked(peer, key, peer, &why);

@@ -11,8 +11,8 @@ namespace {
 
 using Cause = TransportError::Cause;
 
-// Of one line, in UCX's hands at a time: one is sent while the next is packed. A single one where a process has
-// many in use: then the other lines keep it busy.
+// Fragments of one line that UCX has at a time: one is sent while the next is packed. A single one if a process
+// has many in use: then the other lines keep it busy.
 constexpr int kFragmentsAhead = 4;
 
 }  // namespace
@@ -69,15 +69,15 @@ void GroupTransport::send(const Envelope& to, int64_t nbytes, std::unique_ptr<Ou
   }
   if (const auto post = posts_.extract(key)) {
     post_arrived_locked({id_, to.key, to.peer, 0, 0, post.mapped()});
-  } else if (!eager && !leaves(to.peer)) {  // who leaves takes nothing: it counts as lost soon
+  } else if (!eager && !leaves(to.peer)) {  // a rank that leaves takes nothing: it counts as lost soon
     announce_locked(*sending);
   }
   lock.unlock();
   plane_->tell();
 }
 
-// Whether its first bytes, up to kEagerBytes, may go at once. The beginning of a message that is posted need
-// not: all of it may.
+// True if its first bytes, up to kEagerBytes, may go at once. Those of a message that is posted need not: all
+// of it may.
 bool GroupTransport::may_send_eagerly_locked(const Envelope& to, int64_t nbytes) {
   if (to.in_turn && nbytes > kSmallBytes) return false;
   if (nbytes > kEagerBytes && posts_.contains(Key{to.peer, to.key})) return false;
@@ -209,7 +209,7 @@ void GroupTransport::give_up_locked(const std::shared_ptr<Sending>& sending, con
   settle_locked(sending);
 }
 
-// Ends it if it is over and nobody reads its memory any longer.
+// Ends it if it is over and its memory is not being read any longer.
 void GroupTransport::settle_locked(const std::shared_ptr<Sending>& sending) {
   if (!sending->message || sending->in_flight > 0 || sending->reading) return;
   if (!sending->error && !(sending->taken && sending->all_issued)) return;

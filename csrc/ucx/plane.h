@@ -13,7 +13,7 @@
 
 namespace meshcast::ucx {
 
-// How a process is reached: which one it is, and the address of its worker on each rail.
+// The address of a process: its number, and the address of its worker on each rail.
 struct Address {
   uint64_t process = 0;  // drawn when its plane is made
   std::vector<std::string> rails;
@@ -28,7 +28,7 @@ struct PlaneOptions {
 };
 
 // All that a process has of UCX: a worker for each rail, the connections to other processes, and one thread
-// that makes them go on. Shared by all private groups; made by the first and gone with the last.
+// that drives them. Shared by all private groups; made by the first and destroyed with the last.
 class Plane {
  public:
   // The plane of this process. Made with these options if there is none, else they change nothing.
@@ -39,17 +39,17 @@ class Plane {
   virtual Address address() const = 0;
   virtual const std::string& version() const = 0;
 
-  // Of the messages that this build sends: ranks with different ones understand nothing of each other.
+  // The version of the messages that this build sends: ranks of different versions cannot communicate.
   static uint32_t wire_version();
 
-  // The connections of a group. Throws LayoutError where what the ranks told does not fit. id: the same on all
+  // The connections of a group. Throws LayoutError if the values from the ranks do not fit. id: the same on all
   // its ranks, and of no other group ever. members: by rank in the group. first_rail: by rank, of its first
   // message to any other; the next takes the next one.
   virtual std::shared_ptr<ProbingTransport> join(uint64_t id, std::vector<Address> members, int rank,
                                                  std::vector<int32_t> first_rail) = 0;
 
-  // For ranks that wait for a process with which they have no group yet: tells, whenever it is called, why that
-  // process cannot be reached any longer; "" as far as this is not known.
+  // For ranks that wait for a process with which they have no group yet: returns, whenever it is called, why
+  // that process cannot be reached any longer; "" as long as this is not known.
   virtual std::function<std::string()> watch(const Address& address) = 0;
 };
 

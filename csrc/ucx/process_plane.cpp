@@ -29,7 +29,7 @@ std::map<std::string, std::string> settings(const PlaneOptions& options) {
   const std::string interval = fmt::format("{}s", third);
   const std::string segment = fmt::format("{}", kSegmentBytes);
   std::map<std::string, std::string> out = {
-      {"TLS", "^sm,cuda,self"},  // of this host, and of no use here: they cannot tell that a peer died
+      {"TLS", "^sm,cuda,self"},  // of this host, and of no use here: they cannot detect that a peer died
       {"TCP_TX_SEG_SIZE", segment},
       {"TCP_RX_SEG_SIZE", segment},
       {"MAX_RNDV_RAILS", "1"},
@@ -41,8 +41,8 @@ std::map<std::string, std::string> settings(const PlaneOptions& options) {
       {"TCP_USER_TIMEOUT", fmt::format("{}s", 3 * third)},
   };
   if (options.rdma) {
-    // Of fragments that are fetched: the sender writes them, since what it takes back must not be read any
-    // longer.
+    // For fragments that are fetched: the sender writes them, since memory that it takes back must not be read
+    // any longer.
     out.emplace("RNDV_SCHEME", "put_zcopy");
   } else {
     // Nothing is fetched over TCP. Where UCX may weigh ways of sending or of fetching against each other, it
@@ -56,7 +56,7 @@ std::map<std::string, std::string> settings(const PlaneOptions& options) {
 
 OfProcess<ProcessPlane> plane_of_process;
 
-// It is kept for ever: destructors that still come may hold what points to it.
+// It is kept for ever: later destructors may have pointers to it.
 void end_with_process() {
   static const auto* const kept = new std::shared_ptr<ProcessPlane>(plane_of_process.there());
   if (*kept) (*kept)->end_with_process();
@@ -93,7 +93,7 @@ ProcessPlane::ProcessPlane(const PlaneOptions& options)
 }
 
 ProcessPlane::~ProcessPlane() {
-  if (foreign()) {  // threads, sockets and memory are the parent's
+  if (foreign()) {  // threads, sockets and memory belong to the parent
     for (Rail& rail : rails_) static_cast<void>(rail.worker.release());
     return;
   }
@@ -137,7 +137,7 @@ Address ProcessPlane::address() const {
   return out;
 }
 
-// All of it but `rank` came from the other ranks. What is right here may be used as an index later.
+// Everything except `rank` came from the other ranks. Values that pass may be used as indices later.
 void ProcessPlane::check_members(const std::vector<Address>& members, int rank,
                                  const std::vector<int32_t>& first_rail) const {
   if (rank < 0 || static_cast<size_t>(rank) >= members.size() || first_rail.size() != members.size())
@@ -173,8 +173,8 @@ std::shared_ptr<ProbingTransport> ProcessPlane::join(uint64_t id, std::vector<Ad
 
 std::function<std::string()> ProcessPlane::watch(const Address& address) {
   if (address.rails.empty()) throw LayoutError("a rank that is watched needs a rail, found none");
-  // A connection also breaks where one end gave up on some group. So the first break is no answer, but that of
-  // the connection made after it is: a dead process refuses it.
+  // A connection also breaks where one end gave up on some group. So the first break proves nothing, but that
+  // of the connection made after it does: a dead process refuses it.
   return [plane = shared_from_this(), address, link = std::shared_ptr<Link>(), left = 2,
           why = std::string()]() mutable {
     if (plane->foreign() || address.process == plane->process_) return std::string();
@@ -232,7 +232,7 @@ void ProcessPlane::break_locked(Link& link, const std::string& why) {
   broken_.push_back(&link);
 }
 
-// Ends what is in flight on a connection, at once and on this side alone, and tells all groups.
+// Ends what is in flight on a connection, at once and on this side alone, and notifies all groups.
 void ProcessPlane::close_locked(Link& link) {
   ucp_ep_h endpoint = std::exchange(link.endpoint, nullptr);
   if (!endpoint) return;
@@ -254,7 +254,7 @@ std::vector<std::shared_ptr<Link>> ProcessPlane::links_to_locked(uint64_t proces
   return out;
 }
 
-// All rails: a group is told of a process, and another group may connect with it again.
+// Drops all rails: a group is notified of a process, and another group may connect with it again.
 void ProcessPlane::drop_links_locked(uint64_t process) {
   ++breaks_[process];
   const auto from = links_.lower_bound({process, 0});
@@ -273,9 +273,9 @@ void ProcessPlane::drop_links_locked(uint64_t process) {
   }
 }
 
-// A peer that closed a connection by force tells the other end nothing: messages to it would vanish. So before
-// a new group uses what other groups have left, both ends compare how often they saw it broken. Where this end
-// saw it once more since it told the others, they do not know.
+// A peer that closed a connection by force does not notify the other end: messages to it would vanish. So
+// before a new group uses what other groups have left, both ends compare how often they saw it broken. If this
+// end saw it once more since it sent its count, the others do not know.
 void ProcessPlane::settle_breaks_locked(const std::vector<Address>& members, int rank, GroupTransport& group) {
   const std::map<uint64_t, uint32_t>& told = members[static_cast<size_t>(rank)].breaks;
   const auto count = [](const std::map<uint64_t, uint32_t>& breaks, uint64_t process) {
@@ -294,7 +294,7 @@ void ProcessPlane::settle_breaks_locked(const std::vector<Address>& members, int
   }
 }
 
-// Lets go what is still under way, within a limit, and tells the peers that this process leaves.
+// Completes sends that are still in flight, within a limit, and notifies the peers that this process leaves.
 void ProcessPlane::close_gently() {
   std::vector<void*> requests;
   for (auto& [key, link] : links_) {
@@ -315,7 +315,7 @@ void ProcessPlane::close_gently() {
     requests.erase(gone, requests.end());
     if (!busy) usleep(100);
   }
-  // What is left is ended by the worker's end, which in UCX 1.13 takes only what its owner has given back.
+  // The end of the worker ends the others, in UCX 1.13 only those that their owner has freed.
   for (void* request : requests) api_.ucp_request_free(request);
 }
 
@@ -338,7 +338,7 @@ bool ProcessPlane::send_locked(std::unique_ptr<Flight> flight, const void* data,
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS |
                        UCP_OP_ATTR_FIELD_MEMORY_TYPE;
-  // A device brings a fragment into a buffer of the receiver. Elsewhere that would be one more question.
+  // A device writes a fragment into a buffer of the receiver. Elsewhere that would cost another round trip.
   param.flags = rdma_ && flight->line ? UCP_AM_SEND_FLAG_RNDV : UCP_AM_SEND_FLAG_EAGER;
   param.cb.send = on_sent;
   param.user_data = flight.get();
@@ -371,10 +371,10 @@ ucs_status_t ProcessPlane::on_message(void* inbox, const void* header, size_t he
                                       size_t length, const ucp_am_recv_param_t* param) {
   const auto& [plane, rail, kind] = *static_cast<Inbox*>(inbox);
   const auto head = read_header(header, header_length);
-  if (!head) return UCS_OK;  // nobody of ours
+  if (!head) return UCS_OK;  // not one of ours
   if ((param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
     if (length > kFragmentBytes) return UCS_OK;
-    // UCX must not be asked for it while it tells of it.
+    // UCX must not be asked for it within its own callback.
     plane->announced_.push_back({*head, plane->rails_[rail].worker.get(), data, length, nullptr});
     return UCS_INPROGRESS;  // `data` stays valid
   }
@@ -382,7 +382,7 @@ ucs_status_t ProcessPlane::on_message(void* inbox, const void* header, size_t he
   return UCS_OK;
 }
 
-// What comes for a group before this process has joined it is bounded by credit: nothing is posted yet.
+// Messages for a group that this process has not joined yet are bounded by credit: nothing is posted yet.
 void ProcessPlane::arrived_locked(Kind kind, const Header& header, const std::byte* data, size_t nbytes) {
   const auto it = groups_.find(header.group);
   if (it != groups_.end()) {
@@ -425,7 +425,7 @@ void ProcessPlane::fetched_locked(std::unique_ptr<Fetch> fetch, ucs_status_t sta
 
 // ---- progress ----
 
-// The thread leaves all of it to who drives.
+// The thread leaves all of it to the driver.
 bool ProcessPlane::turn(Who who) {
   if (who == Who::Thread && keeper_ != Keeper::Thread) return false;
   {
@@ -472,10 +472,10 @@ std::vector<int> ProcessPlane::fds() {
   return out;
 }
 
-// Where the driver leaves at this moment, the thread looks once its grace is over.
+// If the driver leaves at this moment, the thread checks once its grace is over.
 void ProcessPlane::wake() { progress_->wake(keeper_ == Keeper::Driver ? Who::Driver : Who::Thread); }
 
-// Who moves messages does not tell in every case that it did: this looks again soon.
+// A thread that moves messages does not notify in every case: this checks again soon.
 void ProcessPlane::wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& reached) {
   while (!reached() && !stopped_) {
     wake();

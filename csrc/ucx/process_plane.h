@@ -32,9 +32,9 @@ class ProcessPlane final : public Plane, public Source, public std::enable_share
   explicit ProcessPlane(const PlaneOptions& options);
   ~ProcessPlane() override;
 
-  // The process ends while groups still have the plane: UCX goes in order, before its own destructors run and
-  // while all that it calls is still there. Takes three seconds at most: a thread may be held up in what it
-  // tells, and a peer may not answer.
+  // The process ends while groups still have the plane: UCX is closed in order, before its own destructors run
+  // and while all that it calls is still there. Takes three seconds at most: a thread may be blocked in a
+  // callback, and a peer may not answer.
   void end_with_process();
 
   // Nothing moves any longer. Answers whether no thread was in UCX by then.
@@ -57,12 +57,12 @@ class ProcessPlane final : public Plane, public Source, public std::enable_share
 
   const Api& api() const { return api_; }
 
-  // Whether this is a child that was forked with the plane: it must not touch it.
+  // True in a child that was forked with the plane: it must not touch it.
   bool foreign() const { return origin_.foreign(); }
 
   void tell();  // without the lock: the ends that are queued
   void wake();  // for something that was begun. With the lock or without
-  // Waits, with the lock held, until messages have made it true, or stop().
+  // Waits, with the lock held, until messages have made `reached` true, or stop().
   void wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& reached);
 
   // With the lock held.
@@ -75,15 +75,15 @@ class ProcessPlane final : public Plane, public Source, public std::enable_share
   void queue_locked(Pump pump) { pumps_.push_back(std::move(pump)); }
   Fragment fragment_locked();
   void give_back_locked(Fragment fragment);
-  // Whether so many are in use that nobody should take more than one: memory then does not grow with the peers
-  // by more than that one.
+  // True if so many are in use that no line should take more than one: memory then grows with the peers by no
+  // more than that one.
   bool many_fragments_locked() const { return fragments_in_use_ >= kManyFragments; }
 
   // Sends with UCX; what is not complete at once ends later. Answers whether it was.
   bool send_locked(std::unique_ptr<Flight> flight, const void* data, int64_t nbytes);
 
  private:
-  struct Inbox {  // what UCX calls with a message
+  struct Inbox {  // the argument of UCX's callback for messages
     ProcessPlane* plane = nullptr;
     size_t rail = 0;
     Kind kind = Kind::Data;
@@ -92,18 +92,18 @@ class ProcessPlane final : public Plane, public Source, public std::enable_share
     std::unique_ptr<Worker> worker;
     std::array<Inbox, kKinds> inboxes;
   };
-  // What came for a group that this process has not joined yet.
+  // A message for a group that this process has not joined yet.
   struct Early {
     Kind kind = Kind::Data;
     Header header;
     std::vector<std::byte> data;
   };
 
-  // A fragment that a device brings into a buffer of ours, with RDMA.
+  // A fragment that a device writes into a buffer of ours, with RDMA.
   struct Fetch {
     Header header;
     Worker* worker = nullptr;
-    void* descriptor = nullptr;  // what UCX calls it
+    void* descriptor = nullptr;  // UCX's name of it
     size_t nbytes = 0;
     Fragment buffer;
     ProcessPlane* plane = nullptr;
@@ -148,7 +148,7 @@ class ProcessPlane final : public Plane, public Source, public std::enable_share
   int fragments_in_use_ = 0;
   bool over_ = false;  // end_with_process() was called
   bool stopped_ = false;
-  std::condition_variable changed_;  // something was told, stopped_
+  std::condition_variable changed_;  // an end was reported, stopped_
   std::atomic<Keeper> keeper_{Keeper::Thread};
   const std::shared_ptr<Progress> progress_;
 };

@@ -13,17 +13,18 @@
 namespace meshcast::ucx {
 namespace {
 
-// What the structures of UCX are compiled for: their fields are masked, so a newer library takes them too.
+// The version for which the structures of UCX are compiled: their fields are masked, so a newer library accepts
+// them.
 constexpr unsigned kApiMajor = 1;
 constexpr unsigned kApiMinor = 13;
 
-// What the user has set for UCX; null if nothing.
+// The user's setting for UCX; null if there is none.
 const char* given(const std::string& name) {
-  return std::getenv(("UCX_" + name).c_str());  // NOLINT(concurrency-mt-unsafe): UCX reads it likewise
+  return std::getenv(("UCX_" + name).c_str());  // NOLINT(concurrency-mt-unsafe): UCX reads it in the same way
 }
 
-// Starts a thread and ends it. UCX ends the process where it cannot have its own: what this one leaves (the
-// stack, the place in the system's count) is there for that. Throws Error.
+// Starts a thread and ends it. UCX ends the process if it cannot have its own: the resources of this one (the
+// stack, the place in the system's count) are then free for that. Throws Error.
 void require_thread(const char* what) {
   try {
     std::thread([] {}).join();

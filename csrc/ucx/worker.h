@@ -12,8 +12,8 @@
 namespace meshcast::ucx {
 
 // So many bytes of a message are sent at once (eager), into a buffer of the receiver if it has not posted yet;
-// the rest waits for it. What may lie in such buffers is bounded for each pair: a message takes these bytes of
-// the sender's credit, and what is small counts as kLeastCredit. A sender without credit waits.
+// the rest waits for it. The content of such buffers is bounded for each pair: a message takes these bytes of
+// the sender's credit, and a small one counts as kLeastCredit. A sender without credit waits.
 inline constexpr int64_t kEagerBytes = 512 * 1024;
 inline constexpr int64_t kLeastCredit = 8 * 1024;
 // Messages up to this size end once their memory may be used again; larger ones once their receiver has all of
@@ -22,15 +22,15 @@ inline constexpr int64_t kSmallBytes = 8 * 1024;
 inline constexpr int64_t kCreditBytes = 1024 * 1024;
 inline int64_t credit_of(int64_t nbytes) { return std::max(nbytes, kLeastCredit); }
 
-// What is larger travels in fragments: small enough to be in a core's caches while they are packed and put in
-// place, large enough that what each of them costs does not count (docs/decisions.md has the figures).
+// Larger messages travel in fragments: small enough to be in a core's caches while they are packed and put in
+// place, large enough that the cost of each does not count (docs/decisions.md has the figures).
 inline constexpr int64_t kFragmentBytes = 512 * 1024;
 
-// Of a process, for messages that have to be packed: 32 MiB. More peers than that have one each.
+// Fragments of a process, for messages that have to be packed: 32 MiB. More peers than that have one each.
 inline constexpr int kManyFragments = 64;
 
-// What UCX reads from a connection at a time: a fragment and what goes in front of it. Its own 8 KiB make TCP
-// four times slower.
+// The bytes that UCX reads from a connection at a time: a fragment and its headers. Its own 8 KiB make TCP four
+// times slower.
 inline constexpr int64_t kSegmentBytes = kFragmentBytes + 16 * 1024;
 
 inline constexpr unsigned kFirstMessage = 7;  // the numbers of ours begin here; smaller ones are left to others
@@ -39,8 +39,8 @@ inline constexpr unsigned kFirstMessage = 7;  // the numbers of ours begin here;
 // workers of a process.
 class Worker {
  public:
-  // device: as UCX names it, "" for its own choice. `settings` are UCX's, without "UCX_"; what the environment
-  // sets counts more, and what the library does not know is left out. Throws Error.
+  // device: as UCX names it, "" for its own choice. `settings` are UCX's, without "UCX_"; the environment takes
+  // precedence, and settings that the library does not know are left out. Throws Error.
   Worker(const Api& api, const std::string& device, const std::map<std::string, std::string>& settings);
   ~Worker();  // all endpoints are closed before
   Worker(const Worker&) = delete;

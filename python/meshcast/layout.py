@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Box", "Layout"]
 
-# (kind, dim, split factor, reduce op): what the planner knows about a torch placement.
+# (kind, dim, split factor, reduce op): a torch placement for the planner.
 _Placement = tuple[str, int, int, str]
 _REPLICATE: _Placement = ("replicate", 0, 1, "")
 
 _MAX_MESH_DIMS = 5
-_DIMS = (-(1 << 31), (1 << 31) - 1)  # what a placement may name; the tensor's own are checked with its shape
+_DIMS = (-(1 << 31), (1 << 31) - 1)  # valid in a placement; the tensor's own are checked with its shape
 _MAX_RANKS = 1 << 20  # a mesh above this is a typing error; nothing is allocated for it
 _REDUCE_OPS = ("sum", "avg", "min", "max", "product")
 # Which parts of a _Placement its JSON form has, by kind.
@@ -106,7 +106,7 @@ class Layout:
         self._ranks = packed.tobytes()
         self._placements = placements
         self._ndim = ndim  # tensor dimensions, where the notation or boxes fixed them
-        self._held = held  # by boxes: what each rank holds; else empty
+        self._held = held  # the boxes that each rank holds; else empty
         self._hash = hash((mesh_shape, self._ranks, placements, ndim, held))
 
     @classmethod
@@ -426,7 +426,7 @@ def _read_mesh(mesh: Any) -> tuple[tuple[int, ...], list[int]]:
 
 
 def _read_placement(index: int, placement: Any) -> _Placement:
-    # Whoever holds a placement object has imported torch.distributed.tensor already, so this costs a lookup.
+    # The holder of a placement object has imported torch.distributed.tensor already, so this costs a lookup.
     from torch.distributed.tensor import placement_types as torch_types
 
     if isinstance(placement, torch_types._StridedShard):

@@ -8,9 +8,9 @@
 
 namespace meshcast {
 
-// The calls between startCoalescing and endCoalescing, which torch does not tell the device of. Those on GPUs
-// are one batch of their backend; those on the CPU start at once, as without a batch, and are waited for
-// together. Any thread.
+// The calls between startCoalescing and endCoalescing, whose device torch does not report. Those on GPUs are
+// one batch of their backend; those on the CPU start at once, as without a batch, and are waited for together.
+// Any thread.
 class CallBatch {
  public:
   // Begins a batch. One that was left open, as after an error inside it, is forgotten.

@@ -30,7 +30,7 @@ c10::intrusive_ptr<c10d::Backend> LazyBackend::get(const char* op, const c10d::B
     }
     ended = ended_;
   }
-  if (ended) {  // while it was being made: who ended the group has not seen it
+  if (ended) {  // while it was being made: the thread that ended the group has not seen it
     fresh->abort();
     refuse(op, owner.getRank(), ended);
   }

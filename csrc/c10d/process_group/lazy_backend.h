@@ -8,17 +8,17 @@
 
 namespace meshcast {
 
-// Where tensors on GPUs go. Functions of Python's, so that nothing here needs CUDA or its headers.
+// The backend for tensors on GPUs. Functions of Python's, so that nothing here needs CUDA or its headers.
 struct GpuBackendMaker {
-  // Makes the backend, or hands out the one that was made before; `op` names the call that needs it. Throws a
+  // Makes the backend, or returns the one that was made before; `op` names the call that needs it. Throws a
   // typed error where there can be none.
   std::function<c10::intrusive_ptr<c10d::Backend>(const char* op)> make;
-  // Whether this process has a GPU and NCCL at all, that is whether make() has a chance.
+  // True if this process has a GPU and NCCL at all, that is if make() can succeed.
   std::function<bool()> possible;
 };
 
-// A backend that is made when a call first needs it. What its owner was told before (its limit, its end) holds
-// for it from the start. Any thread.
+// A backend that is made when a call first needs it. Earlier settings (its limit, its end) hold for it from the
+// start. Any thread.
 class LazyBackend {
  public:
   explicit LazyBackend(GpuBackendMaker side) : side_(std::move(side)) {}
@@ -37,7 +37,7 @@ class LazyBackend {
   void reconfigured();
 
  private:
-  // How the group was ended, if it was: the later one wins, they differ in words only.
+  // How the group was ended, if it was: the later one wins, they differ only in the text.
   c10::intrusive_ptr<c10d::Backend> end(const char* how);
   [[noreturn]] void refuse(const char* op, int rank, const char* how) const;
 

@@ -12,7 +12,7 @@
 namespace meshcast {
 namespace {
 
-// A message that was given up lets go of its memory within this time.
+// A message that was given up releases its memory within this time.
 constexpr auto kEndGrace = std::chrono::seconds(2);
 // So that "no limit" in any spelling cannot overflow the clock.
 constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365);
@@ -85,7 +85,7 @@ bool MessageState::wait_until(TimePoint limit) {
   if (transport)
     drive(
         {transport->source()}, [this] { return ended(); }, limit);
-  std::unique_lock lock(mutex_);  // it may have been driven to an end that another thread is about to tell
+  std::unique_lock lock(mutex_);  // it may have been driven to an end that another thread is about to report
   return changed_.wait_until(lock, limit, [this] { return ended_; });
 }
 
@@ -123,7 +123,7 @@ bool MessageWork::isCompleted() {
 }
 
 int MessageWork::sourceRank() const {
-  if (opType_ == c10d::OpType::SEND) return Work::sourceRank();  // refuses, in torch's words
+  if (opType_ == c10d::OpType::SEND) return Work::sourceRank();  // refuses, with torch's text
   return state_->source();
 }
 

@@ -19,16 +19,17 @@
 
 namespace meshcast {
 
-// What a message is, in messages to the user. Ranks are global ones.
+// The names of a message in texts for the user. Ranks are global ones.
 struct MessageLabel {
   bool sends = false;
   int32_t rank = -1;
-  int32_t peer = -1;  // -1: of a receive from anybody, as long as there is no message for it
+  int32_t peer = -1;  // -1: a receive from any rank that has no message yet
   int32_t tag = 0;
   int64_t nbytes = 0;
 };
 
-// A point-to-point message, from the call to its end. Thread-safe; calls nobody but wake() of its transport.
+// A point-to-point message, from the call to its end. Thread-safe; calls nothing except wake() of its
+// transport.
 class MessageState {
  public:
   // `memory`: the tensor, which goes when the message has ended.
@@ -39,14 +40,14 @@ class MessageState {
   bool ended() const;
   std::exception_ptr error() const;
 
-  // From here on a thread that waits makes this transport go on.
+  // From here on a thread that waits drives this transport.
   void travels_over(const std::shared_ptr<Transport>& transport);
 
-  // The message for a receive from anybody has come; both by their numbers, in the group and globally.
+  // The message for a receive from any rank has come; both by their numbers, in the group and globally.
   void comes_from(int source, int32_t peer);
   int source() const;  // in the group
 
-  // The error with which it ends if it ends with one, whatever the transport says.
+  // The error with which it ends if it fails, instead of the transport's.
   void decide(std::exception_ptr error);
   std::exception_ptr decided() const;
 
@@ -73,7 +74,7 @@ class MessageState {
 
 class PointToPoint;
 
-// The Work of a message. Unlike gloo's it can be polled, and its errors are typed.
+// The Work of a message. In contrast to gloo's it can be polled, and its errors are typed.
 class MessageWork final : public c10d::Work {
  public:
   // limit: what wait() allows where it is given none.
@@ -86,8 +87,8 @@ class MessageWork final : public c10d::Work {
   std::exception_ptr exception() const override { return origin_.foreign() ? nullptr : state_->error(); }
   int sourceRank() const override;
   void synchronize() override { wait(kNoTimeout); }
-  // A limit of its own that expires leaves the message under way, and so does what a handler of a signal
-  // raises. The group's limit ends it, and all others with that peer.
+  // A limit of its own that expires leaves the message in flight, and so does an exception from the handler of
+  // a signal. The group's limit ends it, and all others with that peer.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
 
  private:

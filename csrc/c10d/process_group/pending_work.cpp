@@ -52,7 +52,7 @@ void PendingWork::complete(const FuturePtr& future, const std::vector<at::Tensor
   }
 }
 
-// Nobody has chained on a future that is made here, so it may be completed here.
+// A future that is made here has no callbacks yet, so it may be completed here.
 c10::intrusive_ptr<c10::ivalue::Future> PendingWork::getFuture() {
   origin_.check();
   c10::intrusive_ptr<c10d::Work> running;

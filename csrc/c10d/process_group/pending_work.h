@@ -29,7 +29,7 @@ class PendingWork final : public c10d::Work {
   std::exception_ptr exception() const override;
   std::vector<at::Tensor> result() override;
   void synchronize() override;
-  // Without a limit of its own it waits as long as the call's: that ends what was queued as well.
+  // Without a limit of its own it waits up to the call's, which also ends a queued call.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
@@ -46,12 +46,12 @@ class PendingWork final : public c10d::Work {
   const Origin origin_;
   const std::vector<at::Tensor> tensors_;
 
-  // Not Work's own mutex_, which the base class locks in what it answers itself.
+  // Not Work's own mutex_, which the base class locks in its own functions.
   mutable std::mutex state_mutex_;
   std::condition_variable settled_;
   c10::intrusive_ptr<c10d::Work> running_;
   std::exception_ptr refused_;    // why it was never started
-  FuturePtr future_;              // null until somebody asks
+  FuturePtr future_;              // null until it is requested
   std::shared_ptr<void> thread_;  // for its callbacks
 };
 

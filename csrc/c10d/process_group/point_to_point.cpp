@@ -24,12 +24,13 @@ uint64_t key_of(int tag, uint32_t number) {
 
 }  // namespace
 
-// What transports tell of. Owners end their transports before they go, so a reference will do.
+// A message whose end a transport reports. Owners end their transports before they are destroyed, so a
+// reference suffices.
 class PointToPoint::Ending final : public Message {
  public:
   Ending(PointToPoint& owner, int peer, bool sends, std::shared_ptr<MessageState> state)
       : owner_(owner), peer_(peer), sends_(sends), state_(std::move(state)) {}
-  // What goes out while the messages of the pair end may have been dropped at the other end.
+  // Messages sent while those of the pair end may have been dropped at the other end.
   void finished() override { state_->end(sends_ ? owner_.error_of_end(peer_, *state_) : nullptr); }
   void failed(int /*peer*/, const TransportError& error) override {
     state_->end(owner_.error_of(error, peer_, *state_));
@@ -60,7 +61,7 @@ class PointToPoint::Hello final : public Message {
   void finished() override {
     if (!sends_) owner_.said_hello(peer_);
   }
-  // All others will fail as well, in the transport's words.
+  // All others will also fail, with the transport's text.
   void failed(int /*peer*/, const TransportError& /*error*/) override { Hello::finished(); }
 
  private:
@@ -106,7 +107,7 @@ c10::intrusive_ptr<Work> PointToPoint::start(Call call, const at::Tensor& tensor
   Meet meet;
   {
     const std::lock_guard lock(mutex_);
-    // Asked again each time for anybody: that somebody listened before does not mean that he does now.
+    // Asked again for each receive from any rank: a rank that listened before may not listen now.
     const bool asks = anybody || !std::exchange(peer_at(peer).asked, true);
     if (asks && !over_) meet = meet_;
     const auto line = lines_.find(call.tag);
@@ -151,8 +152,8 @@ void PointToPoint::take_locked(int peer, Call call) {
   hand_locked(std::move(call));
 }
 
-// Gives messages that are here to the first receives that want them. What is behind a receive from anybody
-// waits, and so does a receive from a peer whose next message this rank is to be told of.
+// Gives messages that are here to the first receives that match. Receives behind one from any rank wait, and so
+// does a receive from a peer whose next message is being probed.
 void PointToPoint::match_locked(int tag) {
   Line& line = lines_[tag];
   bool anybody = false;
@@ -162,7 +163,7 @@ void PointToPoint::match_locked(int tag) {
                           : std::find(line.here.begin(), line.here.end(), it->peer) != line.here.end();
     if (!here && it->peer == kAnybody) {
       anybody = true;
-      // Whoever waits for it makes messages go on: one transport does that for all.
+      // A thread that waits for it drives messages: one transport does that for all.
       const auto met =
           std::find_if(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.transport; });
       if (met != peers_.end()) it->state->travels_over(met->transport);
@@ -226,7 +227,7 @@ void PointToPoint::went(int peer, int tag) {
       }
       Call call = std::move(*it);
       it = waiting.erase(it);
-      hand_locked(std::move(call));  // its transport has the words for it
+      hand_locked(std::move(call));  // its transport has the error for it
     }
     match_locked(tag);
     end_if_alone_locked();
@@ -234,8 +235,8 @@ void PointToPoint::went(int peer, int tag) {
   flush();
 }
 
-// Hands to the transports what is to be handed, in order, without the lock: they may tell at once how a message
-// ended. One thread does it for all, so what it is told of meanwhile does not pile up on its stack.
+// Passes the queued moves to the transports, in order, without the lock: they may report the end of a message
+// at once. One thread does it for all, so ends that are reported meanwhile do not pile up on its stack.
 void PointToPoint::flush() {
   Lock lock(mutex_);
   if (std::exchange(flushing_, true)) return;
@@ -265,7 +266,7 @@ void PointToPoint::connect(int number, std::shared_ptr<ProbingTransport> transpo
   {
     const std::lock_guard lock(mutex_);
     Peer& peer = peer_at(number);
-    if (over_ || peer.failure) return;  // nobody waits for it any longer
+    if (over_ || peer.failure) return;  // no message waits for it any longer
     peer.transport = std::move(transport);
     for (const bool sends : {false, true}) {
       moves_.push_back({sends ? Move::Kind::Send : Move::Kind::Recv, peer.transport,
@@ -343,7 +344,7 @@ void PointToPoint::end_from_anybody_locked(const std::exception_ptr& error) {
   }
 }
 
-// Receives from anybody end when nobody is left.
+// Receives from any rank end when no rank is left.
 void PointToPoint::end_if_alone_locked() {
   for (int number = 0; number < static_cast<int>(peers_.size()); ++number) {
     const Peer& peer = peers_[static_cast<size_t>(number)];

@@ -19,12 +19,12 @@
 
 namespace meshcast {
 
-// The point-to-point messages of one group on the CPU: send, recv, and recv from anybody. Each pair of ranks
-// has a transport of its own, from their meeting on, so that what ends one pair leaves the others alone.
-// Messages of a sender with one tag match in the order of the calls: their keys number them. Receives from
-// anybody match in the order in which messages come; receives of that tag that are called later wait behind
-// them. Before anything else each end says hello: what comes to a rank that has not met the other yet is kept
-// within limits only. Ranks are those of the group. Thread-safe; no call waits.
+// The point-to-point messages of one group on the CPU: send, recv, and recv from any rank. Each pair of ranks
+// has a transport of its own, from their meeting on, so that the end of one pair does not affect the others.
+// Messages of a sender with one tag match in the order of the calls: their keys number them. Receives from any
+// rank match in the order in which messages come; receives of that tag that are called later wait behind them.
+// Before anything else each end says hello: messages to a rank that has not met the other yet are kept only
+// within limits. Ranks are those of the group. Thread-safe; no call waits.
 class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
  public:
   static constexpr int kAnybody = -1;
@@ -49,13 +49,13 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   void connect(int peer, std::shared_ptr<ProbingTransport> transport);
   // Nothing can be exchanged with this rank.
   void refuse(int peer, std::exception_ptr error);
-  // Whether a call waits for a rank that has not been met.
+  // True if a call waits for a rank that has not been met.
   bool awaits() const;
-  // Throws Aborted where the group has ended: nobody needs a meeting any longer.
+  // Throws Aborted where the group has ended: no meeting is needed any longer.
   void check() const;
 
-  // Ends a message that took too long, by its limit in seconds; unless it is a receive from anybody that no
-  // message has come for, all others with that peer as well.
+  // Ends a message that took too long, by its limit in seconds; and all others with that peer, unless it is a
+  // receive from any rank that has no message yet.
   void give_up(const std::shared_ptr<MessageState>& state, double limit);
 
   // Ends all messages, now and later; shutdown() also waits until none is left.
@@ -74,7 +74,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
     int64_t nbytes = 0;
     std::shared_ptr<MessageState> state;
   };
-  // What to ask a transport for once the lock is released.
+  // A request to a transport, made once the lock is released.
   struct Move {
     enum class Kind : uint8_t { Send, Recv, Probe } kind;
     std::shared_ptr<ProbingTransport> transport;
@@ -87,7 +87,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   struct Stream {
     uint32_t sent = 0;
     uint32_t received = 0;
-    bool probed = false;  // this rank is to be told when the next one is here
+    bool probed = false;  // a probe for the next one is under way
   };
   struct Peer {
     std::shared_ptr<ProbingTransport> transport;  // null until this end has met the other
@@ -98,8 +98,8 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
     std::deque<Call> queue;                       // in the order of the calls, until they have met
     std::unordered_map<int, Stream> streams;      // by tag
   };
-  // The receives of one tag that are, or were, behind one from anybody, and the peers of which a message has
-  // come that nobody has taken.
+  // The receives of one tag that are, or were, behind one from any rank, and the peers whose message has come
+  // without a receive.
   struct Line {
     std::deque<Call> waiting;
     std::deque<int> here;
@@ -118,7 +118,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   void came(int peer, int tag);
   void went(int peer, int tag);
   std::exception_ptr error_of(const TransportError& error, int peer, const MessageState& state);
-  std::exception_ptr error_of_end(int peer, const MessageState& state) const;  // null while the pair goes on
+  std::exception_ptr error_of_end(int peer, const MessageState& state) const;  // null while the pair is usable
   std::exception_ptr over_error(const MessageState& state) const;
   std::vector<std::shared_ptr<ProbingTransport>> end_locked(const char* how);
   void flush();

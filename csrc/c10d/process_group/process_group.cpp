@@ -14,7 +14,7 @@ using Tensors = std::vector<at::Tensor>;
 
 namespace {
 
-// The element types of gloo; others it refuses in its own words.
+// The element types of gloo; it refuses others with its own text.
 bool known_to_gloo(at::ScalarType type) {
   switch (type) {
     case at::kFloat:
@@ -32,8 +32,8 @@ bool known_to_gloo(at::ScalarType type) {
 
 }  // namespace
 
-// On which devices the tensors of a call are. All lists are looked at: which of them are empty on a rank that
-// only gives or only gets differs between collectives.
+// The devices of a call's tensors. All lists are checked: collectives differ in which of them are empty on a
+// rank that only sends or only receives.
 struct ProcessGroupMeshcast::Devices {
   bool cuda = false;
   bool other = false;
@@ -172,14 +172,14 @@ uint64_t ProcessGroupMeshcast::getSequenceNumberForGroup() {
   return inner_->getSequenceNumberForGroup() + own_calls_ + (gpu ? gpu->getSequenceNumberForGroup() : 0);
 }
 
-// NCCL first: what runs on a GPU may hold up a thread that gloo's end would wait for.
+// NCCL first: work on a GPU may block a thread that gloo's end would wait for.
 void ProcessGroupMeshcast::abort() {
   if (origin_.foreign()) return;
   std::exception_ptr problem;
   try {
     cuda_.abort();
   } catch (...) {
-    problem = std::current_exception();  // gloo must end all the same
+    problem = std::current_exception();  // gloo must still end
   }
   if (point_to_point_) point_to_point_->abort();
   inner_->abort();
@@ -208,7 +208,7 @@ bool ProcessGroupMeshcast::takes_multicast(const Tensors& tensors) const {
          static_cast<int64_t>(tensor.nbytes()) >= multicast_.at_least;
 }
 
-// gloo of torch before 2.14 has no getError and throws; a group that can still be asked has no error to tell.
+// gloo of torch before 2.14 has no getError and throws; a group that can still be asked has no error to report.
 c10d::ErrorType ProcessGroupMeshcast::getError() {
   const auto gpu = cuda_.made();
   return gpu ? gpu->getError() : c10d::ErrorType::SUCCESS;
@@ -329,7 +329,7 @@ c10::intrusive_ptr<Work> ProcessGroupMeshcast::alltoall(Tensors& outputs, Tensor
              [&](Backend& backend) { return backend.alltoall(outputs, inputs, opts); });
 }
 
-// What it would refuse is refused by the inner backend, in its own words.
+// The inner backend refuses what point-to-point messages would refuse, with its own text.
 bool ProcessGroupMeshcast::takes_point_to_point(const Tensors& tensors, int peer, int tag) const {
   if (!point_to_point_ || reconfigured_ || tensors.size() != 1 || tag < 0) return false;
   const at::Tensor& tensor = tensors.front();
@@ -363,7 +363,7 @@ c10::intrusive_ptr<Work> ProcessGroupMeshcast::recvAnysource(Tensors& tensors, i
 }
 
 // torch keeps the device of a barrier to itself. One that names GPUs, or of a group that is bound to one, is
-// NCCL's; any other is gloo's, which lines up the ranks just as well.
+// NCCL's; any other is gloo's, which synchronizes the ranks, too.
 c10::intrusive_ptr<Work> ProcessGroupMeshcast::barrier(const c10d::BarrierOptions& opts) {
   const auto bound = getBoundDeviceId();
   const bool names_gpu = !opts.device_ids.empty() || (bound && bound->is_cuda());

@@ -17,7 +17,7 @@
 
 namespace meshcast {
 
-// Where broadcasts go that are worth a multicast.
+// The function for broadcasts that are worth a multicast.
 struct Multicast {
   // Starts to bring `bytes`, contiguous memory of equal length on all ranks, from rank `root` of the group to
   // the others, and settles `work` when that has begun. Returns at once.
@@ -33,18 +33,18 @@ using Splitter = std::function<c10::intrusive_ptr<c10d::Backend>(
     const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
     const c10::intrusive_ptr<c10d::Backend::Options>& options)>;
 
-// Calls what may join threads, which may be waiting for the lock of an interpreter to free a tensor of its:
-// whoever holds that lock has to give it up meanwhile.
+// Calls a function that may join threads, which may wait for the lock of an interpreter to free its tensor: a
+// holder of that lock has to release it meanwhile.
 using Unlocked = std::function<void(const std::function<void()>& ends)>;
 
-// The c10d backend "meshcast": every ordinary collective but a large broadcast is an inner backend's, so that
-// switching a script to it changes nothing else: gloo's for tensors on the CPU, NCCL's for those on GPUs, told
-// apart call by call, since torch makes one backend for both and does not say which device asks. The one for
+// The c10d backend "meshcast": an inner backend does every ordinary collective except a large broadcast, so
+// that switching a script to it changes nothing else: gloo for tensors on the CPU, NCCL for those on GPUs,
+// selected call by call, since torch makes one backend for both and does not say which device asks. The one for
 // GPUs is made when a tensor there first needs it. Point-to-point messages on the CPU have a way of their own
 // where the group uses UCX (point_to_point.h). Reshards do not pass through here: they use private groups
 // (group_core.h), which this backend's owner ends together with it.
-// Collectives are overridden by the names that all supported torch releases know. What later ones added is
-// between #if, as it is not in the headers of the others.
+// Collectives are overridden by the names that all supported torch releases know. Additions of later ones are
+// between #if, as the headers of the others lack them.
 class ProcessGroupMeshcast final : public c10d::Backend {
  public:
   ProcessGroupMeshcast(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size, Multicast multicast,
@@ -58,7 +58,7 @@ class ProcessGroupMeshcast final : public c10d::Backend {
 
   const std::string getBackendName() const override { return "meshcast"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return inner_->getBackendOptions(); }
-  // Where a GPU may be used, for both devices: torch asks without saying which. Elsewhere what gloo says.
+  // Where a GPU may be used, for both devices: torch asks without saying which. Elsewhere as gloo.
   bool supportsCoalescing() const override { return cuda_.possible() || inner_->supportsCoalescing(); }
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
@@ -71,7 +71,7 @@ class ProcessGroupMeshcast final : public c10d::Backend {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
   void addEphemeralTimeout(const std::chrono::milliseconds& timeout) override;
 #endif
-  // Where a GPU may be used these make the backend for GPUs; gloo has no such hooks, and says so.
+  // Where a GPU may be used these make the backend for GPUs; gloo has no such hooks, and raises that.
   void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
   void waitForPendingWorks() override;
   void enableCollectivesTiming() override;
@@ -81,9 +81,9 @@ class ProcessGroupMeshcast final : public c10d::Backend {
   c10d::ReconfigureHandle get_reconfigure_handle() const override { return inner_->get_reconfigure_handle(); }
   c10::intrusive_ptr<c10d::Work> reconfigure(const c10d::ReconfigureOptions& opts) override;
 #endif
-  // Numbers start at 0 on every rank, as gloo's and NCCL's do; torch before 2.15 asks for it all the same.
+  // Numbers start at 0 on every rank, as gloo's and NCCL's do; torch before 2.15 still calls it.
   void setSequenceNumberForGroup() override {}
-  // Of both devices together: alike on all ranks, as long as they make the same calls.
+  // Counts both devices together: the same on all ranks, as long as they make the same calls.
   uint64_t getSequenceNumberForGroup() override;
   c10d::ErrorType getError() override;
   void abort() override;

@@ -10,7 +10,7 @@
 
 namespace meshcast {
 
-// What CUDA gives to name memory, or an event, in another process; both are of this size.
+// CUDA's handle of memory, or of an event, for another process; both are of this size.
 using IpcHandle = std::array<std::byte, 64>;
 
 // An allocation that other processes can map. `id` is never used twice in a process, as addresses are.
@@ -22,10 +22,10 @@ struct IpcRange {
 
 class IpcMappings;
 
-// What groups over CUDA IPC need of CUDA beside a RoundDevice, on its GPU. Events are recorded, waited for,
-// asked and freed by that, whether made here or opened: a wait is for what had been recorded when it was
-// enqueued, also where another process recorded it. Calls that fail throw Error. No two threads are inside at a
-// time.
+// The functions of CUDA that groups over CUDA IPC need in addition to a RoundDevice, on its GPU. The
+// RoundDevice records, awaits, queries and frees events, whether made here or opened: a wait is for what had
+// been recorded when it was enqueued, also where another process recorded it. Calls that fail throw Error. No
+// two threads are inside at a time.
 class IpcDriver {
  public:
   using Stream = RoundDevice::Stream;
@@ -35,15 +35,16 @@ class IpcDriver {
 
   // The allocation that holds `data`, or nothing where no other process can map it.
   virtual std::optional<IpcRange> exportable(const std::byte* data) = 0;
-  // Nothing where CUDA refuses after all, such as for what another process has shared with this one.
+  // None if CUDA still refuses, such as for memory that another process has shared with this one.
   virtual std::optional<IpcHandle> export_memory(const IpcRange& range) = 0;
-  // Where the other process's allocation begins here; null while this process has mapped what lay at that
-  // address of the other before. To be closed when nothing on the GPU uses it any longer.
+  // The address at which the other process's allocation is mapped here; null while this process has mapped an
+  // earlier allocation at the same address of the other. To be closed when nothing on the GPU uses it any
+  // longer.
   virtual std::byte* open_memory(const IpcHandle& handle) = 0;
   virtual void close_memory(std::byte* base) noexcept = 0;  // from any thread
   virtual IpcMappings& mappings() = 0;                      // one for this process and GPU
-  // Always exportable, and never given back to the GPU: what somebody lets go of, the next who asks gets. So no
-  // peer has any of it mapped after it was freed.
+  // Always exportable, and never given back to the GPU: a released block serves the next request. So no peer
+  // has any of it mapped after it was freed.
   virtual std::shared_ptr<std::byte> allocate_exportable(int64_t nbytes) = 0;
 
   virtual Event make_ipc_event(IpcHandle* handle) = 0;

@@ -62,7 +62,7 @@ IpcExchange::~IpcExchange() {
   } catch (const std::exception&) {
     // CUDA has failed for this process.
   }
-  // The GPU may still copy: then what it reads stays mapped, and what it is read from stays.
+  // The GPU may still copy: then its sources stay mapped, and memory that peers read stays allocated.
   for (Peer& peer : peers_) {
     peer.imports.leave();  // before its event goes
     if (passed) peer.imports.close_all();
@@ -74,7 +74,7 @@ IpcExchange::~IpcExchange() {
   free_event(over_);
 }
 
-// One that was never made is 0.
+// An event that was never made is 0.
 void IpcExchange::free_event(Event event) noexcept {
   if (event != 0) device_.free_event(event);
 }
@@ -110,7 +110,7 @@ GroupOutcome IpcExchange::end() {
 }
 
 void IpcExchange::name_messages() {
-  // Phase 1: how much of it cannot be exported, so that one buffer holds all copies of the group.
+  // Phase 1: the bytes that cannot be exported, so that one buffer holds all copies of the group.
   int64_t bounced = 0;
   bool any = false;
   for (const Peer& to : peers_) {
@@ -122,13 +122,14 @@ void IpcExchange::name_messages() {
   if (!any) return;
   bounce(bounced);
   bounced = 0;
-  // Phase 2: where each message lies. This enqueues the copies into the buffer, so the event comes after it.
+  // Phase 2: the address of each message. This enqueues the copies into the buffer, so the event comes after
+  // it.
   std::vector<std::vector<IpcExports::Place>> places;
   for (const Peer& to : peers_) {
     auto& mine = places.emplace_back();
     for (const Outgoing& message : to.sends) mine.push_back(place_of(message, &bounced));
   }
-  // Phase 3: one event for all messages of the group, whoever gets them.
+  // Phase 3: one event for all messages of the group, to all receivers.
   device_.record(ready_, stream_);
   for (const uint64_t memory : exports_.take_forgotten()) {
     IpcNote note;
@@ -216,8 +217,8 @@ void IpcExchange::hear(Peer& from, const IpcNote& note) {
   }
 }
 
-// Where the peer has closed its group since, its GPU is through and its event may be gone: all that it said
-// before is heard before this.
+// If the peer has closed its group since, its GPU is done and its event may be destroyed: all its notes from
+// before are read before this.
 void IpcExchange::await_copied(Peer& by) {
   if (!std::exchange(by.has_copied, false)) return;
   if (!by.closed) device_.wait(stream_, by.copied);
@@ -225,8 +226,8 @@ void IpcExchange::await_copied(Peer& by) {
 }
 
 void IpcExchange::copy_messages(Peer& from) {
-  // What is in the inbox may be of a group that this rank has not begun: then nothing is expected, and it
-  // stays there.
+  // Notes in the inbox may be of a group that this rank has not begun: then nothing is expected, and they stay
+  // there.
   const bool any = !from.receives.empty();
   while (!from.receives.empty() && !from.inbox.empty()) {
     const IpcNote note = from.inbox.front();
@@ -270,8 +271,8 @@ GroupOutcome IpcExchange::progress() {
     each.imports.sweep();
     const bool needed = !each.outbox.empty() || !each.receives.empty() || each.waits_for_copied;
     more = more || needed;
-    // Where nothing more is needed of a peer, what it has enqueued may still be under way: its end without a
-    // word means that its memory may not be what it was.
+    // Where nothing more is needed of a peer, what it has enqueued may still be under way: if it has ended
+    // without a Bye, its memory may have changed.
     if (each.gone) failure_ = failed(each, true, "has ended, or has given its group up");
     if (each.closed && needed) failure_ = failed(each, true, "has closed its group");
   }
@@ -293,7 +294,7 @@ void IpcExchange::close() noexcept {
       tell(each, {});
     }
   } catch (const std::exception&) {
-    // Out of memory: the peers will take this rank for lost, where they still need it.
+    // Out of memory: the peers will count this rank as lost, if they still need it.
   }
   for (const Peer& each : peers_) each.link.hang_up();
 }

@@ -22,7 +22,7 @@ namespace meshcast {
 // its stream wait for that event, copies, records its event `copied` and says so; the sender then has its
 // stream wait for that. So a stream only ever waits for what has been enqueued before, in whatever process, and
 // nothing that CUDA puts into one queue can come to wait for itself. The price is that a group stays in
-// progress until the hosts of its peers are in it: somebody calls progress() until then.
+// progress until the hosts of its peers are in it: progress() has to be called until then.
 //
 // An event is recorded again only in a later group, which begins when the peers have enqueued their waits for
 // it. Memory that cannot be exported is first copied into memory that can.
@@ -48,9 +48,9 @@ class IpcExchange {
   GroupOutcome end();       // names the messages, and progresses
   GroupOutcome progress();  // Success when all of the group is enqueued; also looks for peers that have exited
 
-  // Nothing of any group is under way. Tells the peers, which may go on without this rank.
+  // To be called while no group is under way. Notifies the peers, which may continue without this rank.
   void close() noexcept;
-  // The peers see this rank gone. What is on the GPU ends by itself.
+  // The peers see that this rank has ended. Work on the GPU ends by itself.
   void abort() noexcept;
 
  private:
@@ -73,12 +73,12 @@ class IpcExchange {
     std::deque<IpcNote> outbox;  // for which the socket had no room
     std::deque<IpcNote> inbox;   // messages of a group that this rank is not in yet
     std::set<uint64_t> told;     // memory of this rank that the peer knows
-    uint64_t groups_sent = 0;    // groups in which there was something
+    uint64_t groups_sent = 0;    // groups that were not empty
     uint64_t groups_received = 0;
-    bool closed = false;  // it has said so
-    bool gone = false;    // without a word
+    bool closed = false;  // it has sent Bye
+    bool gone = false;    // without Bye
 
-    // Of the present group.
+    // These are of the present group.
     std::deque<Outgoing> sends;
     std::deque<Incoming> receives;
     bool awaited = false;  // the stream waits for `ready`
@@ -114,7 +114,7 @@ class IpcExchange {
   bool closed_ = false;
   bool aborted_ = false;
 
-  // For what cannot be exported. Smaller ones are kept, since the GPU may still read them.
+  // Buffers for memory that cannot be exported. Smaller ones are kept, since the GPU may still read them.
   std::vector<std::shared_ptr<std::byte>> bounces_;
   int64_t bounce_bytes_ = 0;
 };

@@ -19,7 +19,7 @@ constexpr uint32_t kLooksPerProcess = 64;
 static_assert(std::is_trivially_copyable_v<IpcNote> && std::is_trivially_copyable_v<IpcCard>,
               "notes and cards travel as they are");
 
-// What the ranks tell each other: their cards. The version of the protocol is the size of its notes.
+// The ranks send each other their cards. The version of the protocol is the size of its notes.
 constexpr LocalMeeting::Protocol kProtocol{0x6d636932 + (sizeof(IpcNote) << 8), sizeof(IpcCard), 0, "CUDA IPC"};
 
 }  // namespace
@@ -29,16 +29,16 @@ IpcLink::IpcLink(int32_t peer, Descriptor socket)
 
 bool IpcLink::send(const IpcNote& note) {
   const ssize_t sent = ::send(socket_.get(), &note, sizeof note, MSG_NOSIGNAL | MSG_DONTWAIT);
-  // A peer that has exited is found when its notes are looked for.
+  // receive() finds that a peer has exited.
   return sent >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR && errno != ENOBUFS);
 }
 
 IpcLink::Got IpcLink::receive(IpcNote* note) {
-  // Looked at before the socket, so that what the process said at the end is not taken for silence.
+  // Checked before the socket, so that the last notes of a process that has ended are read.
   pollfd process{process_.get(), POLLIN, 0};
   const bool ended = process_.get() >= 0 && looks_++ % kLooksPerProcess == 0 && poll(&process, 1, 0) > 0;
   ssize_t got = recv(socket_.get(), note, sizeof *note, MSG_DONTWAIT);
-  // Said once where the peer closed before it had read everything; what it told before that is still there.
+  // Returned once if the peer closed before it had read everything; its earlier notes are still there.
   if (got < 0 && errno == ECONNRESET) got = recv(socket_.get(), note, sizeof *note, MSG_DONTWAIT);
   if (got == static_cast<ssize_t>(sizeof *note)) return Got::Note;
   if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
@@ -53,7 +53,7 @@ std::vector<IpcPeer> IpcMeeting::meet(const std::vector<std::string>& addresses,
                                       const std::function<void()>& checkpoint) {
   std::map<int32_t, std::string> by_rank;
   for (const std::string& address : addresses) by_rank.emplace(static_cast<int32_t>(by_rank.size()), address);
-  std::map<int32_t, IpcCard> cards;  // one for each peer, however often it has to be told
+  std::map<int32_t, IpcCard> cards;  // one for each peer, however often it is sent
   const auto greet = [&](int32_t peer) {
     if (!cards.contains(peer)) cards.emplace(peer, card(peer));
     LocalMeeting::Greeting greeting{std::vector<std::byte>(sizeof(IpcCard)), {}};

@@ -12,14 +12,14 @@
 
 namespace meshcast {
 
-// What ranks tell each other about one lane, beside the bytes that GPUs copy.
+// The notes that ranks send each other about one lane; GPUs copy the bytes.
 //   Memory   `memory` names the allocation of `handle`, of `nbytes`, from now on
 //   Message  bytes [offset, offset + nbytes) of `memory` are the next message, once the sender's event `ready`
 //            is reached; `last` of this group
 //   Copied   the group's messages have been copied once the receiver's event `copied` is reached
 //   Forget   `memory` will not be named again
 //   Bye      the sender has closed its group: its GPU is done with all of it, it has nothing of the
-//            receiver's mapped any longer, and its events may be gone
+//            receiver's mapped any longer, and its events may be destroyed
 struct IpcNote {
   enum class Kind : uint32_t { Memory, Message, Copied, Forget, Bye };
 
@@ -38,7 +38,7 @@ struct IpcCard {
   IpcHandle copied{};
 };
 
-// Connection to one peer. It closes with the peer's process, which is how a death shows.
+// Connection to one peer. It closes with the peer's process, so that its end shows.
 class IpcLink {
  public:
   enum class Got : uint8_t { Note, Nothing, End };
@@ -46,7 +46,7 @@ class IpcLink {
   IpcLink(int32_t peer, Descriptor socket);
 
   int32_t peer() const { return peer_; }
-  bool send(const IpcNote& note);  // false: no room at present. What a peer that has exited is told is lost.
+  bool send(const IpcNote& note);  // false: no room at present. Notes to a peer that has exited are lost.
   Got receive(IpcNote* note);
   void hang_up() const;  // the peer gets End
 
@@ -62,7 +62,7 @@ struct IpcPeer {
   IpcCard card;
 };
 
-// How the ranks of a host come to be connected for one lane. Making one throws Error.
+// Connects the ranks of a host for one lane. The constructor throws Error.
 class IpcMeeting {
  public:
   const std::string& address() const { return meeting_.address(); }

@@ -39,7 +39,7 @@ std::optional<IpcExports::Place> IpcExports::find(const std::byte* data, uint64_
   return Place{memory, data - range->base};
 }
 
-// What has been freed, and is another allocation now or part of one. It need not have begun where that does.
+// Forgets freed allocations in whose place there is another now. They need not begin where that does.
 void IpcExports::forget_overlapped(const IpcRange& range) {
   auto next = by_base_.lower_bound(range.base + range.nbytes);
   while (next != by_base_.begin()) {
@@ -83,7 +83,7 @@ void IpcImports::add(uint64_t memory, const IpcHandle& handle, int64_t nbytes) {
 
 const std::byte* IpcImports::at(uint64_t memory, int64_t offset, int64_t nbytes) {
   const auto found = entries_.find(memory);
-  // What a peer says is never trusted as an address.
+  // Values from a peer are never trusted as addresses.
   if (found == entries_.end() || offset < 0 || nbytes < 0 || nbytes > found->second.nbytes ||
       offset > found->second.nbytes - nbytes)
     throw Error(ErrorKind::Generic,

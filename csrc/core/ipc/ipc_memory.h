@@ -13,7 +13,7 @@
 namespace meshcast {
 
 // The allocations of this rank that its peers may have mapped. They are numbered, since an address may come
-// back as another allocation: such a one gets a new number, and what lay there before is to be forgotten.
+// back as another allocation: that one gets a new number, and the earlier one is forgotten.
 class IpcExports {
  public:
   struct Place {
@@ -28,13 +28,13 @@ class IpcExports {
 
   explicit IpcExports(IpcDriver& driver) : driver_(driver) {}
 
-  // Where `data` is, or nothing where it cannot be exported. `now` grows from group to group: what was used in
-  // the present one stays.
+  // The place of `data`, or none if it cannot be exported. `now` grows from group to group: entries that were
+  // used in the present one stay.
   std::optional<Place> find(const std::byte* data, uint64_t now);
   const Entry& entry(uint64_t memory) const { return entries_.at(memory); }
   std::vector<uint64_t> take_forgotten() { return std::exchange(forgotten_, {}); }
 
-  // A peer keeps what it has mapped from going back to the GPU, however often the owner has freed it.
+  // Memory that a peer has mapped does not go back to the GPU, even if the owner has freed it.
   static constexpr size_t kMost = 64;
 
  private:
@@ -52,14 +52,14 @@ class IpcExports {
 class IpcImports;
 
 // All imports of a process on one GPU, whichever lane or group they are of. CUDA refuses to map an address of
-// another process while what lay there before is mapped ("already mapped"), and the lane that has that mapped
-// may never hear that it is gone. Thread-safe.
+// another process while an earlier allocation at it is mapped ("already mapped"), and the lane that has it
+// mapped may never learn that it was freed. Thread-safe.
 class IpcMappings {
  public:
   void add(IpcImports* imports);
   void remove(IpcImports* imports);
-  // Closes what the others have mapped and the GPU is done with; they map it again when they need it.
-  // Returns whether some of it had to stay.
+  // Closes the memory that the others have mapped and the GPU is done with; they map it again when they need
+  // it. Returns whether some of it had to stay.
   bool close_others(const IpcImports* imports);
 
  private:
@@ -68,7 +68,7 @@ class IpcMappings {
 };
 
 // The allocations of one peer. They are mapped when first needed, and stay so until another lane has to map
-// what lies there now.
+// another allocation at their address.
 class IpcImports {
  public:
   IpcImports(IpcDriver& driver, RoundDevice& device) : driver_(driver), device_(device) {
@@ -79,9 +79,9 @@ class IpcImports {
   IpcImports& operator=(const IpcImports&) = delete;
 
   void add(uint64_t memory, const IpcHandle& handle, int64_t nbytes);
-  // Null while it has to be mapped first and what was forgotten, or another lane still uses, is not closed yet:
-  // it may have lain where this is now. What it returns stays mapped until used_until(). Throws Error where the
-  // peer has named no such memory.
+  // Null while it has to be mapped first and forgotten memory, or memory that another lane still uses, is not
+  // closed yet: that may have had this address. The returned memory stays mapped until used_until(). Throws
+  // Error where the peer has named no such memory.
   const std::byte* at(uint64_t memory, int64_t offset, int64_t nbytes);
   // `event` has been recorded behind all uses of what at() returned.
   void used_until(RoundDevice::Event event);

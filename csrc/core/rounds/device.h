@@ -31,8 +31,8 @@ struct BoxReduce {
 
 enum class GroupState : uint8_t { Success, InProgress, Failed };
 
-// What a transport says. `text` names the failure; `remote`: another rank failed, not this one; `peer`: which,
-// group-local, where the transport knows.
+// The report of a transport. `text` names the failure; `remote`: another rank failed, not this one; `peer`:
+// which, group-local, where the transport knows.
 struct GroupOutcome {
   GroupState state = GroupState::Success;
   bool remote = false;
@@ -40,10 +40,10 @@ struct GroupOutcome {
   int32_t peer = -1;
 };
 
-// What rounds need of CUDA and of a transport between GPUs (NCCL, or CUDA IPC inside a host), on one GPU and
-// one communicator of one lane. Everything is enqueued and returns at once; the communicator does not block
-// either, so a call of it may be in progress when it returns. No two threads are inside at a time, but in
-// reached() and free_event(). Calls of CUDA that fail throw Error.
+// The functions of CUDA and of a transport between GPUs (NCCL, or CUDA IPC inside a host) that rounds need, on
+// one GPU and one communicator of one lane. Everything is enqueued and returns at once; the communicator does
+// not block either, so a call of it may be in progress when it returns. No two threads are inside at a time,
+// except in reached() and free_event(). Calls of CUDA that fail throw Error.
 class RoundDevice {
  public:
   using Stream = std::uintptr_t;
@@ -53,11 +53,11 @@ class RoundDevice {
 
   virtual const char* transport() const { return "NCCL"; }  // in messages
 
-  // Whether every group is in progress until the hosts of its peers are in it as well. Runs are then enqueued
-  // by a thread of the engine, so that no caller waits for another rank's call.
+  // True if every group is in progress until the hosts of its peers are in it, too. Runs are then enqueued by a
+  // thread of the engine, so that no caller waits for another rank's call.
   virtual bool meets_hosts() const { return false; }
 
-  virtual Stream kernel_stream() = 0;  // both of high priority, none of them the caller's
+  virtual Stream kernel_stream() = 0;  // both of high priority, and not the caller's
   virtual Stream transfer_stream() = 0;
   virtual Event make_event() = 0;
   virtual void free_event(Event event) noexcept = 0;

@@ -10,8 +10,8 @@ constexpr size_t kKeptForms = 8;
 
 }  // namespace
 
-// The program is one without local ranks: NCCL itself finds the links inside a host, and over CUDA IPC nobody
-// is elsewhere.
+// The program is one without local ranks: NCCL itself finds the links inside a host, and over CUDA IPC all
+// ranks are on one host.
 PlannedRounds::PlannedRounds(std::shared_ptr<const Plan> plan, int32_t rank, const std::vector<int32_t>& group,
                              const RoundOptions& options)
     : plan_(std::move(plan)),

@@ -12,12 +12,12 @@ namespace meshcast {
 namespace {
 
 // Exchanges after the one that received it for which a message that has to be unpacked stays in staging, so
-// that it can be forwarded from there, in the very next exchange, while it is being unpacked. Whoever forwards
-// it later packs it again, from where it was unpacked to: staging stays bounded however late that is.
+// that it can be forwarded from there, in the very next exchange, while it is being unpacked. A later forward
+// packs it again, from where it was unpacked to: staging stays bounded however late that is.
 constexpr int32_t kHeldExchanges = 2;
 
-// Drops what nobody waits for and numbers the others so that an event is recorded again once nothing will wait
-// for what it recorded before. Returns how many there are.
+// Drops events for which no step waits and numbers the others so that an event is recorded again once nothing
+// will wait for what it recorded before. Returns how many there are.
 // A wait takes what was last recorded when the wait was enqueued. So one event serves many records, one after
 // the other, as long as each is waited for before the next is made: a register allocation over the list of
 // steps.
@@ -52,11 +52,11 @@ int32_t number_events(std::vector<RoundStep>* steps) {
   return count;
 }
 
-// Two streams run beside each other: kernels (pack, reduce, unpack, copy) and transfer (exchanges). Each is
-// in order, so a stream that has waited for exchange i, or for the kernel step of mark m, has waited for all
-// before it: the *_saw_ numbers are all that is needed to leave out waits.
+// Two streams run in parallel: kernels (pack, reduce, unpack, copy) and transfer (exchanges). Each is in order,
+// so a stream that has waited for exchange i, or for the kernel step of mark m, has waited for all before it:
+// the *_saw_ numbers are all that is needed to leave out waits.
 //
-// Three exchanges of a rank, as enqueued; what stands in one column may overlap on the GPU:
+// Three exchanges of a rank, as enqueued; steps in one column may overlap on the GPU:
 //   kernels    pack 0   copies, pack 1   take in 0, pack 2   take in 1         take in 2
 //   transfer            exchange 0       exchange 1          exchange 2
 class RankScheduler {
@@ -239,7 +239,7 @@ class RankScheduler {
     if (!program_.copies.empty()) launch(begin);
   }
 
-  // Finds out where the messages are read that leave in exchange i, and packs those that have to be.
+  // Finds the source of each message that leaves in exchange i, and packs those that have to be.
   void pack_for(int32_t i) {
     const auto begin = static_cast<int32_t>(out_.kernels.size());
     int32_t read_before = -1;  // exchange that used the memory
@@ -255,7 +255,7 @@ class RankScheduler {
         }
       }
       if (direct(op.parts)) continue;
-      // In use from the packing, beside exchange i - 1, to the end of exchange i.
+      // In use from the packing, during exchange i - 1, to the end of exchange i.
       const StagingArena::Buffer buffer = arena_.take(op.nbytes, i - 1, i);
       send.staging = buffer.offset;
       send.packed = static_cast<int32_t>(mark_event_.size());  // of the launch below
@@ -323,7 +323,7 @@ class RankScheduler {
     return buffer.before.mark;
   }
 
-  // Reduces and unpacks what exchange i brought.
+  // Reduces and unpacks the messages of exchange i.
   void take_in(int32_t i) {
     const auto each = [&](const auto& visit) {
       for (const Entry& entry : exchanges_[static_cast<size_t>(i)].entries) {
@@ -331,7 +331,7 @@ class RankScheduler {
         visit(program_.recvs[static_cast<size_t>(entry.op)], incoming_[static_cast<size_t>(entry.op)]);
       }
     };
-    // Not known before the kernels are counted: whether there are any.
+    // The next mark, if there are kernels for it.
     const auto next_mark = [&] { return static_cast<int32_t>(mark_event_.size()); };
     auto begin = static_cast<int32_t>(out_.kernels.size());
     each([&](const RecvOp& op, Incoming& recv) {

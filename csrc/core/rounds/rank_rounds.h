@@ -14,7 +14,7 @@ namespace meshcast {
 // for kernels, one for groups of NCCL.
 enum class StreamRole : uint8_t { Caller, Kernels, Transfer };
 
-// What one rank sends to one peer, or receives from it, in one round.
+// A message that one rank sends to one peer, or receives from it, in one round.
 struct RoundMessage {
   bool send = false;
   int32_t peer = -1;  // group-local
@@ -66,8 +66,8 @@ struct RankRounds {
 inline constexpr int64_t kStagingAlignment = 256;
 
 // Projects the rounds of a plan on one (global) rank. `program` is project(plan, rank, group) without local
-// ranks: NCCL itself knows who shares a host. Pure. Throws Error where the program or the forms do not fit the
-// plan.
+// ranks: NCCL itself knows which ranks share a host. Pure. Throws Error where the program or the forms do not
+// fit the plan.
 RankRounds schedule_rank(const Plan& plan, const RoundTable& table, int32_t rank,
                          std::shared_ptr<const Program> program, const TensorForms& forms);
 

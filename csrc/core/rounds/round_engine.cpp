@@ -45,7 +45,7 @@ RoundEngine::RoundEngine(std::shared_ptr<RoundDevice> device, int32_t rank, std:
   if (device_->meets_hosts()) queue_ = std::make_unique<StartQueue>();
 }
 
-// A work in a forked child may be the last that has it there. All that is the parent's stays as it is.
+// In a forked child a work may hold the last reference. Everything of the parent stays as it is.
 void RoundEngine::leave_in_child() {
   static_cast<void>(queue_.release());  // a condition whose waiter is the parent's cannot be destroyed
   new std::shared_ptr<RoundDevice>(device_);
@@ -67,7 +67,7 @@ RoundEngine::~RoundEngine() {
     fail(std::make_exception_ptr(Error(ErrorKind::Aborted, fmt::format("rank {}: the group was closed while "
                                                                        "transfers were under way",
                                                                        rank_))));
-  // What has failed ends at once. Its jobs look at queue_ itself, so it stays where it is until they are done.
+  // Failed runs end at once. The queue's jobs read queue_ itself, so it stays where it is until they are done.
   if (queue_) queue_->finish();
   for (const auto& run : runs_) {
     keep_for_good(std::move(run->memory_.keepalive));
@@ -110,8 +110,8 @@ std::shared_ptr<RoundRun> RoundEngine::start(std::shared_ptr<const RankRounds> r
 }
 
 // Called where an exception is being handled: the ranks would no longer agree on what has been sent.
-// The other ranks wait for what this one has not enqueued. So the engine fails as a whole; the observer may
-// find a better name for it first. finish() still orders the caller's stream behind what has been enqueued.
+// The others wait for messages that this one has not enqueued. So the engine fails as a whole; the observer may
+// replace its error first. finish() still orders the caller's stream behind what has been enqueued.
 void RoundEngine::cut_short(const std::shared_ptr<RoundRun>& run, RoundDevice::Stream caller) {
   const std::exception_ptr cause = std::current_exception();
   try {
@@ -119,7 +119,7 @@ void RoundEngine::cut_short(const std::shared_ptr<RoundRun>& run, RoundDevice::S
   } catch (const Error& error) {
     ask_observer(error, run);
   } catch (const std::exception& error) {
-    // Nothing that another rank could know more of; but where no caller is left to raise it, they must hear it.
+    // No other rank could know more of it; but if no caller is left to raise it, the others must be notified.
     if (queue_)
       ask_observer(
           Error(ErrorKind::Generic, fmt::format("rank {}: {} number {} could not be enqueued: {}", rank_,
@@ -162,7 +162,7 @@ void RoundEngine::follow(const RoundRun& run, RoundDevice::Stream stream) {
 }
 
 void RoundEngine::poll(TimePoint now) {
-  // Phase 1: under the lock, what has ended and what has failed.
+  // Phase 1, under the lock: runs that have ended, and a failure.
   std::vector<std::shared_ptr<RoundRun>> over;
   std::optional<Error> failure;
   std::shared_ptr<RoundRun> failed;
@@ -171,8 +171,8 @@ void RoundEngine::poll(TimePoint now) {
     std::copy_if(runs_.begin(), runs_.end(), std::back_inserter(over),
                  [&](const auto& run) { return run->enqueued_ && device_->reached(run->over_); });
     if (!error_) {
-      // Asked after the GPU. Where a run's own host has read a peer's memory, and that peer gives up and reuses
-      // it, the run may be done with torn bytes: it must not pass as done before the peer's end has shown.
+      // Checked after the GPU. If this rank reads a peer's memory, and that peer gives up and reuses it, the
+      // run may end with torn bytes: it must not count as done before the peer's end has shown.
       const bool late = queue_ && !over.empty();
       if (late || runs_.size() > over.size()) {
         const GroupOutcome outcome = device_->async_error();
@@ -194,7 +194,7 @@ void RoundEngine::poll(TimePoint now) {
   }
   // Phase 2: the ends, without the lock.
   for (const auto& run : over) {
-    // Before its end is told: who sees that may look for the tensors at once, to free them.
+    // Before its end is reported: a thread that sees it may free the tensors at once.
     run->memory_.keepalive.reset();
     run->staging_.reset();
     run->end_with(nullptr);  // does nothing where it has failed before
@@ -216,7 +216,7 @@ void RoundEngine::fail(std::exception_ptr error) {
     device_->abort();
     ending.assign(runs_.begin(), runs_.end());
   }
-  // Their memory stays theirs until the GPU has let go of it, see poll().
+  // They keep their memory until the GPU has finished with it, see poll().
   for (const auto& run : ending) run->end_with(error);
 }
 

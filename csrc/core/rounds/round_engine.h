@@ -20,7 +20,7 @@
 
 namespace meshcast {
 
-// Where the tensors of a run begin, by problem; null where the rank holds nothing. `keepalive` owns them and is
+// The addresses of a run's tensors, by problem; null if the rank holds nothing. `keepalive` owns them and is
 // dropped once the GPU is done with them.
 struct RoundMemory {
   std::vector<std::byte*> source;
@@ -28,8 +28,8 @@ struct RoundMemory {
   std::shared_ptr<void> keepalive;
 };
 
-// One execution of a rank's rounds. What it enqueued is over once it has ended; a failed run ends at once, and
-// its memory is kept for as long as the GPU needs it. Thread-safe.
+// One execution of a rank's rounds. Its work on the GPU is over once it has ended; a failed run ends at once,
+// and its memory is kept for as long as the GPU needs it. Thread-safe.
 class RoundRun final : public RunState {
  public:
   RoundRun(std::shared_ptr<const RankRounds> rounds, RoundMemory memory, RunLabel label, TimePoint deadline)
@@ -39,7 +39,7 @@ class RoundRun final : public RunState {
 
   const RankRounds& rounds() const { return *rounds_; }
 
-  // A GPU tells nothing before it is through.
+  // A GPU reports nothing before it has finished.
   int64_t received_bytes() const override;
   int64_t sent_bytes() const override;
 
@@ -57,23 +57,23 @@ class RoundRun final : public RunState {
   bool settled_ = false;         // enqueued, or given up
 };
 
-// Somebody who knows more than one rank's engine and decides what a failure is called. Called from any thread
-// that is inside the engine, without its mutex.
+// The owner, which knows more than one rank's engine and decides how a failure is reported. Called from any
+// thread that is inside the engine, without its mutex.
 struct RoundObserver {
   std::function<void()> begun;                                                 // a run is in flight
   std::function<void(const Error&, const std::shared_ptr<RoundRun>&)> failed;  // the observer calls fail() soon
 };
 
-// An observer asks other ranks before it decides. A thread that waits for that gives it so long, also beyond
-// a deadline, which the observer sees as well.
+// An observer asks other ranks before it decides. A thread that waits for that gives it this long, even beyond
+// a deadline, which the observer also sees.
 inline constexpr auto kObserverGrace = std::chrono::seconds(4);
 
 // Enqueues rounds on one communicator, which is that of one lane: all ranks start its runs in one order. Runs
-// of an engine share staging, so each begins on the engine's streams where the one before ended. Somebody calls
-// poll() now and then while runs are in flight; a thread of its own it has only where groups wait for the hosts
-// of other ranks (RoundDevice::meets_hosts). The first failure aborts the communicator, ends all runs with its
-// error and refuses new ones. Where there is an observer, it is told of what the transport says and fails the
-// engine under the name that it chooses; deadlines are its business too. Thread-safe.
+// of an engine share staging, so each begins on the engine's streams where the one before ended. The owner
+// calls poll() now and then while runs are in flight; the engine has a thread of its own only if groups wait
+// for the hosts of other ranks (RoundDevice::meets_hosts). The first failure aborts the communicator, ends all
+// runs with its error and refuses new ones. An observer, if there is one, is notified of the transport's errors
+// and fails the engine with the error that it chooses; it also handles deadlines. Thread-safe.
 class RoundEngine {
  public:
   // Errors name global ranks: `rank`, and `group` by group-local rank.
@@ -81,26 +81,27 @@ class RoundEngine {
               RoundObserver observer = {});
   ~RoundEngine();
 
-  // Enqueues everything behind what `caller` holds by now, and lets what it is given later wait for the result.
-  // Waits for no GPU; for NCCL only while it is setting up connections, until `deadline` at the longest. Throws
+  // Enqueues everything behind the current work of `caller`, and lets its later work wait for the result. Waits
+  // for no GPU; for NCCL only while it is setting up connections, until `deadline` at the longest. Throws
   // Error, AbortedError with the first cause where the engine has failed. `after`: an event that `caller` waits
-  // for first; its record is over or under way. 0: none. Where groups meet hosts, all this is done later by the
-  // engine's thread but for the wait for `after`: `caller` is then the run's alone until that is over.
+  // for first; its record is over or under way. 0: none. Where groups meet hosts, the engine's thread does all
+  // this later, except for the wait for `after`: `caller` then belongs to the run alone until that is over.
   std::shared_ptr<RoundRun> start(std::shared_ptr<const RankRounds> rounds, RoundMemory memory,
                                   RoundDevice::Stream caller, RunLabel label, TimePoint deadline,
                                   RoundDevice::Event after = 0);
 
-  // What `stream` holds later comes behind the run, also where that has failed. Waits for nothing, or, where
-  // groups meet hosts, until the run has been enqueued, which takes the calls of its peers: until its deadline.
+  // Later work of `stream` comes behind the run, also if that has failed. Waits for nothing, or, where groups
+  // meet hosts, until the run has been enqueued, which takes the calls of its peers: until its deadline.
   void follow(const RoundRun& run, RoundDevice::Stream stream);
 
-  // Ends the runs that are through, looks for errors of NCCL, and fails the engine where a deadline has passed.
+  // Ends the runs that are complete, checks for errors of NCCL, and fails the engine where a deadline has
+  // passed.
   void poll(TimePoint now);
 
   // Ends every run in flight with `error`. The first call counts.
   void fail(std::exception_ptr error);
 
-  // Waits until no thread of the engine enqueues anything any longer, or speaks to the observer. After fail().
+  // Waits until no thread of the engine enqueues anything or calls the observer any longer. After fail().
   void drain();
 
   std::exception_ptr error() const;
@@ -137,19 +138,20 @@ class RoundEngine {
 
   std::mutex starting_;  // one run is enqueued, or queued, at a time, in the order of the calls
 
-  // Guards the device and what is below. Held for what returns at once, so that a failure waits for no start().
+  // Guards the device and the members below. Held only for calls that return at once, so that a failure waits
+  // for no start().
   mutable std::mutex mutex_;
   std::deque<std::shared_ptr<RoundRun>> runs_;  // those whose memory the GPU may touch
   std::shared_ptr<std::byte> staging_;
   int64_t staging_bytes_ = 0;
-  std::vector<RoundDevice::Event> step_events_;  // by event of the steps: enqueueing is all that they outlive
+  std::vector<RoundDevice::Event> step_events_;  // by event of the steps; reused once all are enqueued
   std::vector<RoundDevice::Event> spare_events_;
   RoundDevice::Event kernels_over_ = 0;  // of the last run
   RoundDevice::Event transfer_over_ = 0;
   bool ran_ = false;            // both have been recorded
   std::vector<BoxMove> moves_;  // of one launch; kept for their memory
   std::vector<BoxReduce> reductions_;
-  bool told_ = false;  // the observer, of a failure that poll() found
+  bool told_ = false;  // the observer has been notified of a failure that poll() found
   std::exception_ptr error_;
   std::condition_variable settled_;  // a run is enqueued, or given up
 

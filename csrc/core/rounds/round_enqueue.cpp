@@ -8,16 +8,16 @@
 
 #include "rounds/round_engine.h"
 
-// What a run becomes on the GPU: its steps, enqueued one by one.
+// Enqueues the steps of a run on the GPU, one by one.
 namespace meshcast {
 namespace {
 
-// Between two looks at a communicator that is in progress: soon enough beside a launch. A peer that is at the
-// same group answers within microseconds, which a sleep would miss: so the first looks follow each other.
+// Between two checks of a communicator that is in progress: short compared with a launch. A peer in the same
+// group answers within microseconds, which a sleep would miss: so the first checks follow each other.
 constexpr auto kGroupPause = std::chrono::microseconds(20);
 constexpr int kQuickLooks = 200;
 
-// From and to what a box is cast; equal for all that are only copied.
+// The types of a cast; the same pair for all boxes that are only copied.
 std::pair<ElementType, ElementType> cast_of(const BoxMove& box) {
   if (box.from_type == box.to_type) return {ElementType::None, ElementType::None};
   return {box.from_type, box.to_type};
@@ -77,12 +77,12 @@ void RoundEngine::begin(RoundRun& run) {
   run.staging_ = staging_;
   if (!ran_) return;
   // The run before reads and writes the same staging on both streams. Each stream is in order by itself, so
-  // what is missing is the order across the two.
+  // only the order across the two is missing.
   device_->wait(device_->kernel_stream(), transfer_over_);
   device_->wait(device_->transfer_stream(), kernels_over_);
 }
 
-// Also where the run was cut short: whatever was enqueued of it, the caller's stream comes behind it.
+// Also if the run was cut short: the caller's stream comes behind all that was enqueued.
 void RoundEngine::finish(RoundRun& run, RoundDevice::Stream caller) {
   const std::lock_guard lock(mutex_);
   if (run.enqueued_) return;
@@ -148,7 +148,7 @@ void RoundEngine::exchange(const RoundRun& run, const RoundStep& step) {
                           message.nbytes, message.send ? "to" : "from",
                           group_[static_cast<size_t>(message.peer)], step.round);
   }
-  // A group that was begun is ended whatever happened: NCCL counts them by thread.
+  // A group that was begun is always ended: NCCL counts them by thread.
   const GroupOutcome end = device_->group_end();
   if (failed()) throw group_error(run, outcome, doing);
   if (end.state == GroupState::Failed)

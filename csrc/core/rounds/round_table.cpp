@@ -17,8 +17,8 @@ namespace {
 // where it sends (being packed; being sent), and allocation leaves gaps.
 constexpr int64_t kBuffersPerRound = 6;
 
-// What comes from a reduction leaves two rounds later at the earliest, so that the round between them hides
-// the kernel.
+// A result of a reduction leaves two rounds later at the earliest, so that the round between them hides the
+// kernel.
 constexpr int32_t kReduceLag = 2;
 
 class Rounds {
@@ -110,8 +110,8 @@ class Rounds {
     for (Carries& carries : carries_) carries.most += static_cast<int32_t>(kMessageWindow);
   }
 
-  // With L the time of the busiest link, d the hops of the longest chain and g what a round costs beside its
-  // bytes, rounds of T take about (L / T + d - 1) * (T + g), which is least at T = sqrt(L g / (d - 1)).
+  // With L the time of the busiest link, d the hops of the longest chain and g the cost of a round apart from
+  // its bytes, rounds of T take about (L / T + d - 1) * (T + g), which is least at T = sqrt(L g / (d - 1)).
   //
   // The product is L + L g / T + (d - 1) T + (d - 1) g; its derivative is zero at that T. Example: L = 100
   // ms, g = 0.03 ms and d = 4 give T = 1 ms and (100 + 3) * 1.03 = 106 ms; rounds of 0.1 ms would take 130
@@ -134,7 +134,7 @@ class Rounds {
     }
     if (deepest == 1) return longest;
     const auto overhead = static_cast<double>(options.group_ns + network_.latency_ns());
-    // sqrt is exact to the last bit under IEEE 754, so all ranks round alike.
+    // sqrt is exact to the last bit under IEEE 754, so all ranks round equally.
     return std::max<int64_t>(1, static_cast<int64_t>(std::sqrt(static_cast<double>(longest) * overhead /
                                                                static_cast<double>(deepest - 1))));
   }
@@ -146,12 +146,12 @@ class Rounds {
     if (fresh) queues_.emplace_back();
     Queue& queue = queues_[it->second];
     queue.push(i);
-    // The queue may stand in the heads under a later hop already; what is stale is passed over.
+    // The queue may stand in the heads under a later hop already; stale entries are skipped.
     if (queue.top() == i) heads_.push({i, it->second});
   }
 
-  // A hop that is larger than a limit by itself goes where nothing else is: each limit holds from the second
-  // hop on.
+  // A hop that is larger than a limit by itself goes into an empty round: each limit holds from the second hop
+  // on.
   bool fits(const Hop& hop, int32_t i, int32_t round) const {
     const Network::Link link = network_.link(index(hop.src), index(hop.dst));
     for (const int32_t port : {link.out, link.in}) {
@@ -179,10 +179,10 @@ class Rounds {
     if (carried_[before] && --leaves_left_[before] == 0) released_.push_back(index(hop.src));
   }
 
-  // Puts into the round what fits, in plan order over all pairs.
-  // Phase 1: hops whose chunk is there by this round join the queues of their pairs. Phase 2: from the first
-  // of every queue, in plan order, those that fit; one that does not holds back only its own pair, since the
-  // messages of a pair match in order. Phase 3: what did not fit is looked at again in the next round.
+  // Fills the round, in plan order over all pairs.
+  // Phase 1: hops whose chunk is there by this round join the queues of their pairs. Phase 2: from the first of
+  // every queue, in plan order, those that fit; one that does not holds back only its own pair, since the
+  // messages of a pair match in order. Phase 3: hops that did not fit are tried again in the next round.
   size_t fill(int32_t round) {
     while (!waiting_.empty() && waiting_.front().first <= round) {
       make_ready(waiting_.front().second);
@@ -236,7 +236,7 @@ class Rounds {
   std::vector<int32_t> leaves_left_;                 // by hop: sends of a carried value that have no round yet
   std::vector<int32_t> carry_number_;                // by hop
   std::queue<std::pair<int32_t, int32_t>> waiting_;  // (first round that is allowed, hop), ascending
-  std::queue<std::pair<int32_t, int32_t>> reduced_;  // likewise, of hops behind a reduction
+  std::queue<std::pair<int32_t, int32_t>> reduced_;  // the same, of hops behind a reduction
   std::unordered_map<uint64_t, size_t> pair_;
   std::vector<Queue> queues_;
   using Head = std::pair<int32_t, size_t>;  // first hop of a queue, its queue

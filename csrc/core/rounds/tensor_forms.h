@@ -24,7 +24,7 @@ struct TensorForm {
 // The tensors of a run by problem. Elements travel as `wire` types, whose size the plan counts with: that of
 // the source or of the destination, so that a cast happens once, in the packing of the one or the unpacking of
 // the other; and what was unpacked can be packed again without loss (returns_through). A rank may hold neither
-// side: the types are those of the tensors all the same, alike on all ranks.
+// side: the types are still those of the tensors, and the same on all ranks.
 struct TensorForms {
   std::vector<TensorForm> source;
   std::vector<TensorForm> destination;

@@ -56,7 +56,7 @@ void Doorbell::call(uint32_t group, ShmHalf half) {
 int Doorbell::take(ShmHalf half, uint32_t* cursor) {
   auto& calls = half_of(half).calls;
   for (uint32_t i = 0; i <= kWords; ++i) {
-    // The first word a second time at the end, for its groups before the cursor.
+    // The first word comes a second time at the end, for its groups before the cursor.
     const uint32_t word = (*cursor / 64 + i) % kWords;
     uint64_t set = calls[word].load();
     if (i == 0) set &= ~uint64_t{0} << *cursor % 64;

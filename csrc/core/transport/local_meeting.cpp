@@ -23,10 +23,10 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr int kBacklog = 128;
-constexpr int kSliceMs = 5;                         // between two looks at whether to go on waiting
-constexpr auto kLook = milliseconds(50);            // after which ranks that have not come are looked after
-constexpr auto kSilence = std::chrono::seconds(2);  // that a caller may keep before it is sent away
-constexpr size_t kMostCallers = 64;                 // that have not said who they are; more drive out the first
+constexpr int kSliceMs = 5;                         // between two checks whether to continue waiting
+constexpr auto kLook = milliseconds(50);            // after which ranks that have not connected are checked
+constexpr auto kSilence = std::chrono::seconds(2);  // after which a caller without a greeting is disconnected
+constexpr size_t kMostCallers = 64;                 // without a greeting; another drops the first
 constexpr size_t kSecretBytes = 32;                 // 128 bits, in hexadecimal
 
 // First message on a link, in either direction. The protocol's own bytes follow.
@@ -50,7 +50,7 @@ std::string secret_of(const std::string& address) {
   return at == std::string::npos ? "" : address.substr(at + 1);
 }
 
-// Without telling by its time how much of it is right.
+// In constant time, which does not show how much of it is right.
 bool same_secret(const char (&shown)[kSecretBytes], const std::string& secret) {
   if (secret.size() != kSecretBytes) return false;
   unsigned char unlike = 0;
@@ -78,7 +78,7 @@ class Meeting {
 
   std::vector<Peer> until(TimePoint deadline, const std::function<void()>& checkpoint) {
     for (;;) {
-      // A link exists once for each pair: to a lower rank this one connects, from a higher one it accepts.
+      // There is one link for each pair: this rank connects to lower ranks, and accepts from higher ones.
       const TimePoint now = Clock::now();
       for (auto& [other, state] : missing_) {
         if (other < rank_ && state.socket.get() < 0) call(other, state);
@@ -119,7 +119,7 @@ class Meeting {
                 context);
   }
 
-  // None where too many wait to be heard there at present.
+  // None if too many connections wait to be accepted there at present.
   Descriptor connect(int32_t other) const {
     Descriptor out = connect_to(name_of(addresses_.at(other)));
     if (out.get() < 0 && errno == ECONNREFUSED) gone(other);
@@ -133,7 +133,7 @@ class Meeting {
     if (!say(state.socket.get(), other)) state.socket = Descriptor();
   }
 
-  // It has yet to call. What it has put up to be called shows that it is there.
+  // That rank has not called yet. Its listening socket shows that it is alive.
   void look_after(int32_t other, Missing& state, TimePoint now) {
     if (state.process.get() >= 0 || now - state.looked < kLook) return;
     state.looked = now;
@@ -175,7 +175,7 @@ class Meeting {
       if (peer && peer->rank == other) {
         met(std::move(*peer));
       } else if (over) {
-        it->second.socket = Descriptor();  // sent away among strangers: once more
+        it->second.socket = Descriptor();  // disconnected with unknown callers: call again
       }
     }
   }
@@ -210,7 +210,8 @@ class Meeting {
     return sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) == whole;
   }
 
-  // What a rank of the group says. Else `over`: its sender is none, or has gone; not: nothing is there yet.
+  // The greeting of a rank of the group. If none, `over`: the sender is no such rank, or has exited; not
+  // `over`: nothing has arrived yet.
   std::optional<Peer> receive(Descriptor& socket, bool* over) const {
     if (socket.get() < 0) return std::nullopt;
     Hello hello;
@@ -225,7 +226,7 @@ class Meeting {
     message.msg_controllen = sizeof control;
     const ssize_t got = recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return std::nullopt;
-    // Whoever sent it, this process has these now.
+    // This process owns these now, from any sender.
     for (cmsghdr* h = CMSG_FIRSTHDR(&message); h; h = CMSG_NXTHDR(&message, h)) {
       if (h->cmsg_level != SOL_SOCKET || h->cmsg_type != SCM_RIGHTS) continue;
       for (size_t at = 0; CMSG_LEN(at + sizeof(int)) <= h->cmsg_len; at += sizeof(int)) {

@@ -13,10 +13,10 @@
 
 namespace meshcast {
 
-// How the ranks of a host come to be connected, each with all others. Each listens on a unix socket whose name
-// has no file that could be left behind. Every process of the host can read that name and call. So a rank shows
-// a secret of the rank that it calls, which it has from the store, and belongs to the same user. Who calls
-// otherwise, or says nothing, is sent away and holds nobody up.
+// Connects the ranks of a host, each with all others. Each listens on a unix socket whose name has no file that
+// could be left behind. Every process of the host can read that name and connect. So a rank has to present a
+// secret of the rank that it calls, which it has from the store, and to belong to the same user. A caller that
+// does not, or sends nothing, is disconnected and delays no rank.
 class LocalMeeting {
  public:
   LocalMeeting();  // listens; throws Error
@@ -26,11 +26,11 @@ class LocalMeeting {
 
   const std::string& address() const { return address_; }  // its name and its secret
 
-  // What the ranks of one kind of meeting tell each other; they must be of one version.
+  // The messages of one kind of meeting; all ranks must have the same version.
   struct Protocol {
     uint32_t magic;
     size_t bytes;
-    size_t descriptors;   // that travel along, kMostDescriptors at most
+    size_t descriptors;   // sent with them, kMostDescriptors at most
     const char* purpose;  // for messages: "shared memory"
   };
   static constexpr size_t kMostDescriptors = 4;
@@ -48,8 +48,8 @@ class LocalMeeting {
   };
 
   // Connects this rank with all others of `addresses` (which holds this rank too); every one of them must call.
-  // The answer ascends by rank. Calls `checkpoint` every few milliseconds, which may throw. Throws Error: of
-  // kind DeadlineExceeded past `deadline`, PeerLost where a rank has exited. To be called once.
+  // Returns them by ascending rank. Calls `checkpoint` every few milliseconds, which may throw. Throws Error:
+  // of kind DeadlineExceeded past `deadline`, PeerLost where a rank has exited. To be called once.
   std::vector<Peer> meet(
       const std::map<int32_t, std::string>& addresses, int32_t rank, const Protocol& protocol,
       const std::function<Greeting(int32_t)>& greet, TimePoint deadline,

@@ -9,7 +9,7 @@
 
 namespace meshcast {
 
-// Messages that lie in one piece of memory, and tell how they ended to another object.
+// Messages in one contiguous piece of memory, which report their end to another message.
 class MemoryOut final : public Outgoing {
  public:
   MemoryOut(const void* data, std::unique_ptr<Message> told)

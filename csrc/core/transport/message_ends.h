@@ -12,7 +12,7 @@
 
 namespace meshcast {
 
-// How both ends of a message end that has another size than its receive; none where it has the same.
+// The error of both ends if a message has another size than its receive; none if it has the same.
 inline std::optional<TransportError> size_mismatch(int64_t nbytes, int64_t expected) {
   if (nbytes == expected) return std::nullopt;
   return TransportError(
@@ -20,8 +20,8 @@ inline std::optional<TransportError> size_mismatch(int64_t nbytes, int64_t expec
       "a message of " + std::to_string(nbytes) + " bytes met a receive of " + std::to_string(expected));
 }
 
-// Messages that have ended, found out with a lock held, to be told without it: they may call back. Guarded by
-// that lock.
+// Messages that have ended, collected with a lock held and reported without it, since they may call back.
+// Guarded by that lock.
 class MessageEnds {
  public:
   explicit MessageEnds(int peer) : peer_(peer) {}
@@ -30,7 +30,7 @@ class MessageEnds {
     ended_.push_back({std::move(message), std::move(error)});
   }
 
-  // Nothing is told in add() once this was called: who adds has to tell at once.
+  // Once this was called, the caller of add() has to call tell() at once.
   void close() { closed_ = true; }
   bool closed() const { return closed_; }
 
@@ -41,7 +41,7 @@ class MessageEnds {
     return false;
   }
 
-  // Without the lock, which is held again afterwards.
+  // Reports them without the lock, which is held again afterwards.
   void tell(std::unique_lock<std::mutex>& lock, bool failed) {
     std::vector<End> told;
     std::vector<End> kept;

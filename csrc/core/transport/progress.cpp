@@ -38,8 +38,8 @@ std::shared_ptr<Progress> Progress::of_process() {
   return progress_of_process.get([] { return std::make_shared<Progress>(); });
 }
 
-// Two sleepers need two polls: what wakes a driver must not wake the thread as well. Doorbells are
-// edge-triggered, so that nobody has to read them.
+// Two sleepers need two polls: an event for a driver must not wake the thread. Doorbells are edge-triggered, so
+// that no thread has to read them.
 Progress::Progress()
     : changed_(std::make_unique<std::condition_variable>()),
       timer_(made(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK), "timerfd_create")) {
@@ -162,7 +162,7 @@ bool Progress::any_nobodys_locked() const {
                      [](const Entry& entry) { return entry.source && entry.keeper == Keeper::Nobody; });
 }
 
-// Who leaves a source with descriptors has not armed it, so the thread has to look in any case.
+// A driver that leaves a source with descriptors has not armed it, so the thread has to check it in any case.
 void Progress::leave_locked(std::initializer_list<Source*> sources) {
   left_ = Clock::now();
   bool grace = false;
@@ -173,7 +173,7 @@ void Progress::leave_locked(std::initializer_list<Source*> sources) {
     keep_locked(*entry, here ? Keeper::Nobody : Keeper::Thread);
     grace = grace || here;
   }
-  // One that runs ends earlier: the thread then sets it to what is left.
+  // A timer that runs ends earlier: the thread then sets it to the rest.
   if (grace && !timer_runs_) set_timer(kGrace);
   if (--drivers_ > 0) changed_->notify_all();
 }
@@ -191,7 +191,7 @@ void Progress::take_over_locked() {
   }
 }
 
-// Calls all that `who` may have something to do for, without the lock. Answers whether any answered so.
+// Calls all sources that may have work for `who`, without the lock. Returns whether any call returned true.
 template <typename Call>
 bool Progress::each(std::unique_lock<std::mutex>& lock, Who who, const Call& call) {
   struct Called {
@@ -223,14 +223,14 @@ bool Progress::turns(std::unique_lock<std::mutex>& lock, Who who) {
   return each(lock, who, [who](Source& source) { return source.turn(who); });
 }
 
-// A source that has had nothing for long does not keep anybody awake when another has.
+// An idle source does not keep a thread awake if another source is active.
 bool Progress::may_sleep_locked(Who who) const {
   return std::none_of(entries_.begin(), entries_.end(), [who](const Entry& entry) {
     return entry.source && keeps(who, entry) && entry.in_vain < entry.source->patience();
   });
 }
 
-// It says that it sleeps, looks once more, and then does: what comes meanwhile is seen, or rings.
+// It announces that it sleeps, checks once more, and then sleeps: an event meanwhile is seen, or rings.
 void Progress::sleep(std::unique_lock<std::mutex>& lock, Who who, const std::function<bool()>& done,
                      TimePoint limit) {
   Side& mine = side(who);
@@ -240,7 +240,7 @@ void Progress::sleep(std::unique_lock<std::mutex>& lock, Who who, const std::fun
     if (entry.source && keeps(who, entry)) limit = std::min(limit, entry.source->due());
   }
   if (!busy && !stopping_ && !(who == Who::Thread && asked_)) {
-    // Who drives for long wakes no other thread meanwhile.
+    // A driver that drives for long wakes no other thread meanwhile.
     if (who == Who::Driver && timer_runs_ && !any_nobodys_locked()) set_timer({});
     lock.unlock();
     const bool timer_ended = !done() && wait(mine, limit);
@@ -280,8 +280,8 @@ void Progress::loop() {
   }
 }
 
-// Several drivers take turns, and one of them sleeps for all (taken_): the others wait until it, or who leaves,
-// notifies them.
+// Several drivers take turns, and one of them sleeps for all (taken_): the others wait until it, or a driver
+// that leaves, notifies them.
 void Progress::drive(std::initializer_list<Source*> sources, const std::function<bool()>& done,
                      TimePoint limit) {
   if (origin_.foreign()) return;
@@ -296,7 +296,7 @@ void Progress::drive(std::initializer_list<Source*> sources, const std::function
     taken_ = true;
     sleep(lock, Who::Driver, done, limit);
     taken_ = false;
-    if (drivers_ > 1) changed_->notify_all();  // the ring, and the part, may be for one that waits for it
+    if (drivers_ > 1) changed_->notify_all();  // the ring may be for another driver, which then sleeps for all
   }
   leave_locked(sources);
 }

@@ -20,44 +20,45 @@ namespace meshcast {
 
 class Progress;
 
-// Who makes messages go on: the process's own thread, or a user's thread that waits anyway and drives.
+// The drivers of messages: the process's own thread, or a user's thread that waits anyway and drives.
 enum class Who : uint8_t { Thread, Driver };
 
-// Whose a source is at a time. Nobody's: its last driver has just left and is likely to be back soon. What
-// comes wakes nobody until the thread looks by itself.
+// The keeper of a source. `Nobody`: its last driver has just left and is likely to be back soon. Events wake no
+// thread until the thread looks by itself.
 enum class Keeper : uint8_t { Thread, Driver, Nobody };
 
-// One way for messages to go: what a process has of a network, say. Several threads may call it at a time.
+// A path of messages, such as all connections of a process over one network. Several threads may call it at a
+// time.
 class Source {
  public:
   virtual ~Source() = default;
 
   virtual Progress& progress() = 0;
 
-  // Does a bounded part of what there is to do, and waits for nothing. Answers whether anything happened.
+  // Does a bounded part of the work that is due, and waits for nothing. Returns whether anything happened.
   virtual bool turn(Who who) = 0;
-  // `who` is about to sleep, and looks once more: false where there is something to do. Until disarm(), what
-  // comes rings the doorbell of `who`, or makes a descriptor of fds() readable.
+  // `who` is about to sleep, and checks once more: false if there is work. Until disarm(), events ring the
+  // doorbell of `who`, or make a descriptor of fds() readable.
   virtual bool arm(Who who) = 0;
 
-  // Called under a lock of Progress: these call nobody.
+  // Called under a lock of Progress: these must not call back.
   virtual void disarm(Who /*who*/) {}
   virtual void kept_by(Keeper keeper) = 0;
-  virtual int patience() { return 1; }                  // turns in vain before whoever keeps it falls asleep
-  virtual TimePoint due() { return TimePoint::max(); }  // when a turn is needed though nothing comes
+  virtual int patience() { return 1; }                  // turns without an event before its keeper sleeps
+  virtual TimePoint due() { return TimePoint::max(); }  // when a turn is needed without an event
   virtual std::vector<int> fds() { return {}; }         // always the same
-  // Readable where the thread is to arm() the source, whoever keeps it: for what is rare. -1: there is none.
+  // Readable when the thread has to arm() the source, whatever its keeper: for rare events. -1: there is none.
   virtual int alarm() { return -1; }
 };
 
-// Makes the messages of a process go on: one thread, and users' threads that wait anyway. While nothing happens
-// they sleep in the kernel, and what comes wakes the one that keeps its source. So a message to who drives
-// wakes no other thread. Who drives keeps the sources that it waits for, and the thread all others; several
-// drivers take turns, and one of them sleeps for all. Where drives follow each other closely, the thread looks
-// at what they kept only kGrace after the last.
+// Drives the messages of a process: one thread, and users' threads that wait anyway. While nothing happens they
+// sleep in the kernel, and an event wakes the keeper of its source. So a message to a driver wakes no other
+// thread. A driver keeps the sources that it waits for, and the thread all others; several drivers take turns,
+// and one of them sleeps for all. If drives follow each other closely, the thread checks the sources that they
+// kept only kGrace after the last.
 class Progress {
  public:
-  static std::shared_ptr<Progress> of_process();  // made for the first source, gone with the last
+  static std::shared_ptr<Progress> of_process();  // made for the first source, destroyed with the last
 
   Progress();  // throws Error where no thread can be had, std::system_error where no descriptor can
   ~Progress();
@@ -65,19 +66,17 @@ class Progress {
   Progress& operator=(const Progress&) = delete;
 
   void add(Source& source);
-  // It has no turn any longer afterwards, nor is one under way; not from a turn. Answers whether that was so
-  // within the limit: what a thread tells may hold it up.
+  // Afterwards it has no more turns, and none is under way; not from a turn. Returns whether that was reached
+  // within the limit: a callback may block the thread.
   bool remove(Source& source, TimePoint limit = TimePoint::max());
 
   // See drive() below.
   void drive(std::initializer_list<Source*> sources, const std::function<bool()>& done, TimePoint limit);
 
-  // What a sleeper waits for may have changed. Any thread, with any lock held.
+  // To be called when the condition of a sleeper may have changed. Any thread, with any lock held.
   void wake(Who who) noexcept;
 
-  int doorbell(Who who) const {
-    return side(who).doorbell.get();
-  }  // an eventfd: who writes to it wakes its sleeper
+  int doorbell(Who who) const { return side(who).doorbell.get(); }  // an eventfd: a write wakes its sleeper
 
  private:
   static constexpr size_t kMostSources = 2;
@@ -92,7 +91,7 @@ class Progress {
     Descriptor events;  // epoll: its fds(); none where it has none
     int in_vain = 0;    // turns since something happened, up to that many
   };
-  // What one of the two sleeps on.
+  // The descriptors of one of the two sleepers.
   struct Side {
     Descriptor poll;  // epoll: `doorbell`, and the events of entries that it keeps
     Descriptor doorbell;
@@ -123,7 +122,7 @@ class Progress {
 
   const Origin origin_;
   std::mutex mutex_;
-  std::unique_ptr<std::condition_variable> changed_;  // drivers, the sleeping one, who is inside
+  std::unique_ptr<std::condition_variable> changed_;  // of drivers_, taken_ and `inside`
   std::array<Entry, kMostSources> entries_;
   std::array<Side, 2> sides_;
   Descriptor timer_;         // timerfd, in the thread's poll: the grace is over
@@ -137,12 +136,11 @@ class Progress {
   std::thread thread_;
 };
 
-// For a thread that is about to wait until `done`: makes the messages of these sources go on meanwhile (null:
-// one that cannot be driven), so that no thread has to be woken to wake this one. Returns at `limit`, or
-// earlier.
+// For a thread that is about to wait until `done`: drives the messages of these sources meanwhile (null: one
+// that cannot be driven), so that no thread has to be woken to wake this one. Returns at `limit`, or earlier.
 void drive(std::initializer_list<Source*> sources, const std::function<bool()>& done, TimePoint limit);
 
-// What a driver of this source waits for may have become true by something else.
+// To be called when the condition of a driver of this source may have become true for another reason.
 void wake_driver(Source* source) noexcept;
 
 }  // namespace meshcast

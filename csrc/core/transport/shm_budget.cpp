@@ -10,11 +10,11 @@ namespace meshcast {
 namespace {
 
 constexpr int64_t kKiB = 1024;
-constexpr int64_t kLargestShare = 1024 * kKiB;  // what a core has of its own holds it
+constexpr int64_t kLargestShare = 1024 * kKiB;  // fits into a core's own cache
 constexpr int64_t kLeastGroup = 512 * kKiB;     // below this, copying in pieces costs more than it saves
-constexpr int64_t kLeastPair = 128 * kKiB;      // likewise; pieces are smaller
+constexpr int64_t kLeastPair = 128 * kKiB;      // the same, with smaller pieces
 constexpr int64_t kGroupPart = 8;               // of what is left
-constexpr int64_t kPairPart = 16;               // so that 64 ranks of a host can have one for each other
+constexpr int64_t kPairPart = 16;               // so that 64 ranks of a host can all have pairs
 constexpr int64_t kKeptForGroups = 4;           // this part of all, from pairs
 
 std::mutex budget_mutex;

@@ -4,11 +4,11 @@
 
 namespace meshcast {
 
-// Bytes of shared memory that this process may make, without what controls them. Counts from now on.
+// Bytes of shared memory that this process may make, without control data. Takes effect from now on.
 void set_shm_budget(int64_t nbytes);
 
-// A part of them, from its making to its end. Many share the budget: each takes a part of what is left, so that
-// later ones get less, not none. Throws std::runtime_error where what is left is too little to be of use.
+// A part of them, for its lifetime. Each share takes a part of the rest of the budget, so that later ones get
+// less, not none. Throws std::runtime_error if the rest is too small to be of use.
 class ShmShare {
  public:
   ShmShare() = default;

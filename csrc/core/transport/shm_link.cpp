@@ -16,8 +16,7 @@
 namespace meshcast {
 namespace {
 
-// What the ranks tell each other: the sender's number on its doorbell. The memory of its group and its
-// process's doorbell travel along.
+// Each rank sends its number on its own doorbell, with the memory of its group and its process's doorbell.
 constexpr LocalMeeting::Protocol kProtocol{0x6d636834, sizeof(uint32_t), 1 + Doorbell::kFds, "shared memory"};
 
 }  // namespace
@@ -39,7 +38,7 @@ ShmPeer::~ShmPeer() {
 }
 
 bool ShmPeer::gone() const {
-  // Nothing is sent on a link after the hello: whatever there is to read is its end.
+  // Nothing is sent on a link after the hello: anything to read is its end.
   pollfd entries[] = {{socket_, POLLIN | POLLRDHUP, 0}, {process_, POLLIN, 0}};
   return poll(entries, 2, 0) > 0;
 }
@@ -90,7 +89,7 @@ ShmMembership ShmRendezvous::meet(const std::vector<ShmMember>& members, int ran
     out.links.push_back(std::make_unique<ShmLink>(peer.rank, peer.socket.release(), std::move(region),
                                                   out.place->progress().doorbell_of_peer(doorbell), group));
   }
-  // A region has a mailbox for everybody but its owner: ranks above the owner move down by one.
+  // A region has a mailbox for every rank except its owner: ranks above the owner move down by one.
   for (uint32_t i = 0; i < count; ++i) {
     if (i != my_index) out.mailbox.push_back(my_index < i ? my_index : my_index - 1);
   }

@@ -22,11 +22,11 @@ struct ShmMember {
   std::string address;
 };
 
-// Why messages with a peer fail.
+// The reason why messages with a peer fail.
 inline constexpr const char* kShmGone = "its process has exited or has closed the group (shared memory)";
 inline constexpr const char* kShmNonsense = "what it wrote to shared memory makes no sense";
 
-// A peer on this host: its doorbell, and two descriptors that tell when it has ended: a socket, for a peer that
+// A peer on this host: its doorbell, and two descriptors that show when it has ended: a socket, for a peer that
 // closes its group, and a process descriptor, since a process forked by the peer may hold the socket open after
 // the peer has died.
 class ShmPeer {
@@ -41,7 +41,7 @@ class ShmPeer {
   void call(ShmHalf half) { doorbell_->call(group_, half); }  // there is something for this half of the peer
   bool gone() const;                                          // does not block
   void hang_up() const;                                       // the peer sees gone(); any thread
-  std::vector<int> fds() const;                               // readable once it is gone
+  std::vector<int> fds() const;                               // readable once it has ended
 
  private:
   Origin origin_;
@@ -52,7 +52,7 @@ class ShmPeer {
   uint32_t group_;
 };
 
-// Connection to a peer of a private group: its memory as well.
+// Connection to a peer of a private group, with its memory.
 class ShmLink : public ShmPeer {
  public:
   ShmLink(int rank, int socket, std::unique_ptr<ShmRegion> region, std::shared_ptr<Doorbell> doorbell,
@@ -65,7 +65,7 @@ class ShmLink : public ShmPeer {
   std::unique_ptr<ShmRegion> region_;
 };
 
-// What a rank's own memory and links come to. `own` has a mailbox for each link, by index.
+// A rank's own memory and links. `own` has a mailbox for each link, by index.
 struct ShmMembership {
   int rank = -1;
   std::unique_ptr<ShmProgress::Place> place;
@@ -74,11 +74,11 @@ struct ShmMembership {
   std::vector<uint32_t> mailbox;                // of this rank in links[i]->region()
 };
 
-// How the ranks of a host exchange their memory.
+// Exchanges the memory of the ranks of a host.
 class ShmRendezvous {
  public:
-  // Makes this rank's own memory, for at most `ranks` ranks: what can be refused is refused before anybody is
-  // told to come. Throws std::runtime_error.
+  // Makes this rank's own memory, for at most `ranks` ranks: it refuses before other ranks are asked to
+  // connect. Throws std::runtime_error.
   explicit ShmRendezvous(uint32_t ranks, std::shared_ptr<ShmProgress> progress = ShmProgress::of_process());
 
   const std::string& address() const { return meeting_.address(); }

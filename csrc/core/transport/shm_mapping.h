@@ -7,14 +7,14 @@
 namespace meshcast {
 
 // Memory without a name that processes share: a sealed memfd, mapped. Nothing of it is left once the processes
-// that map it are gone, however they went. A forked child does not have it. Throws std::runtime_error.
+// that map it have ended, in any way. A forked child does not have it. Throws std::runtime_error.
 class ShmMapping {
  public:
   ShmMapping() = default;
-  // `name` shows in /proc/PID/maps. Reserves all of it at once, so that want of memory shows here and not as a
-  // signal later.
+  // `name` shows in /proc/PID/maps. Reserves all of it at once, so that a lack of memory shows here and not as
+  // a signal later.
   ShmMapping(const char* name, size_t nbytes);
-  // A peer's, which has to hold `least` bytes. Does not close `fd`.
+  // The memory of a peer, which has to hold `least` bytes. Does not close `fd`.
   ShmMapping(int fd, size_t least);
   ~ShmMapping();
   ShmMapping(ShmMapping&& other) noexcept;
@@ -29,7 +29,7 @@ class ShmMapping {
   void map(int fd);
 
   void* base_ = nullptr;
-  Origin origin_;  // who mapped it
+  Origin origin_;  // of the process that mapped it
   size_t nbytes_ = 0;
   int fd_ = -1;
 };

@@ -20,15 +20,14 @@
 namespace meshcast {
 namespace {
 
-// What the two tell each other: the sender's number on its doorbell. Its pipe and its process's doorbell travel
-// along.
+// Each of the two sends its number on its own doorbell, with its pipe and its process's doorbell.
 constexpr LocalMeeting::Protocol kPairProtocol{0x6d637031, sizeof(uint32_t), 1 + Doorbell::kFds,
                                                "shared memory"};
-// Then, once each has mapped what came, whether it has it.
+// Then, once each has mapped what it received, whether that worked.
 const std::string kHasIt = "+";
 const std::string kHasItNot = "-";  // and why
 constexpr size_t kMostTold = 256;   // characters
-constexpr int kSettleSliceMs = 5;   // between two looks at whether to go on waiting
+constexpr int kSettleSliceMs = 5;   // between two checks whether to continue waiting
 
 class ShmPair final : public ProbingTransport, public ShmProgress::Group {
  public:
@@ -41,7 +40,7 @@ class ShmPair final : public ProbingTransport, public ShmProgress::Group {
         sender_(*place_, *out_, *peer_),
         receiver_(*place_, *in_, *peer_) {
     for (const int fd : peer_->fds()) place_->watch(fd);
-    alarmed_ = true;  // it may have gone before
+    alarmed_ = true;  // the peer may have ended before
     place_->enter(*this);
   }
 
@@ -65,7 +64,7 @@ class ShmPair final : public ProbingTransport, public ShmProgress::Group {
       receiver_.mark_gone();
     }
     if (half == ShmHalf::Receiving) return receiver_.turn();
-    // Where both directions are in use, who drives leaves the sending to the process's thread.
+    // If both directions are in use, a driver leaves the sending to the process's thread.
     return sender_.turn([&] {
       if (who != Who::Driver || !receiver_.waits()) return false;
       place_->progress().help();
@@ -74,7 +73,7 @@ class ShmPair final : public ProbingTransport, public ShmProgress::Group {
   }
   void alarmed() override { alarmed_ = true; }
 
-  // The peer sees it at once: what it waits for does not come.
+  // The peer sees it at once, since its messages will not come.
   void abort() noexcept override {
     if (origin_.foreign()) return;
     sender_.abort();
@@ -83,7 +82,7 @@ class ShmPair final : public ProbingTransport, public ShmProgress::Group {
   }
 
   void shutdown() override {
-    // A forked child has this object and no part in the pair.
+    // A forked child has this object but takes no part in the pair.
     if (origin_.foreign() || down_.exchange(true)) return;
     abort();
     place_->leave();
@@ -104,8 +103,8 @@ class ShmPair final : public ProbingTransport, public ShmProgress::Group {
   ShmPairReceiver receiver_;
 };
 
-// Both ends use the memory or neither does: each tells the other whether it has it, `obstacle` being why not.
-// An end that says nothing closes its socket. Throws where one of the two has it not.
+// Both ends use the memory or neither does: each reports to the other whether it has mapped it; `obstacle` is
+// the reason if not. An end that reports nothing closes its socket. Throws if one of the two has not mapped it.
 void settle(const Descriptor& socket, const std::string& obstacle, TimePoint deadline,
             const std::function<void()>& checkpoint) {
   const std::string own = (obstacle.empty() ? kHasIt : kHasItNot) + obstacle.substr(0, kMostTold);

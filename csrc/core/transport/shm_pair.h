@@ -13,8 +13,8 @@
 
 namespace meshcast {
 
-// How two ranks of a host come to exchange messages through shared memory: a pipe in either direction. What can
-// be refused is refused before the other is told to come.
+// Connects two ranks of a host for messages through shared memory: a pipe in either direction. A rank refuses
+// before the other is asked to connect.
 class ShmPairRendezvous {
  public:
   // Throws std::runtime_error with the reason.
@@ -22,9 +22,9 @@ class ShmPairRendezvous {
 
   const std::string& address() const { return meeting_.address(); }
 
-  // Connects this rank with `peer`, which calls likewise; both by their numbers in their group. The lower of
-  // them is rank 0 of the transport, the other rank 1. Throws as LocalMeeting::meet, and where one of the two
-  // cannot map what the other offers: then on both. To be called once.
+  // Connects this rank with `peer`, which makes the same call; both by their numbers in their group. The lower
+  // of them is rank 0 of the transport, the other rank 1. Throws as LocalMeeting::meet, and where one of the
+  // two cannot map what the other offers: then on both. To be called once.
   std::shared_ptr<ProbingTransport> meet(
       int32_t rank, int32_t peer, const std::string& address, TimePoint deadline,
       const std::function<void()>& checkpoint = [] {});

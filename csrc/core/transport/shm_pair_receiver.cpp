@@ -12,14 +12,14 @@ using Kind = ShmPipe::Kind;
 
 constexpr int64_t kReadInTurn = 256 * 1024;
 constexpr int64_t kReadInCall = 64 * 1024;
-constexpr int64_t kRecordBytes = 64;  // that one without bytes counts for
+constexpr int64_t kRecordBytes = 64;  // that a record without bytes counts as
 
 }  // namespace
 
 ShmPairReceiver::ShmPairReceiver(const ShmProgress::Place& place, ShmPipe& pipe, ShmPeer& peer)
     : place_(place), pipe_(pipe), peer_(peer), ends_(peer.rank()) {}
 
-// Where nothing comes any longer: it fails, in a turn if there still are any.
+// If nothing comes any longer, it fails, in a turn if there still are turns.
 template <typename End>
 bool ShmPairReceiver::refuse(std::unique_lock<std::mutex>& lock, std::unique_ptr<End>& message) {
   if (!over_) return false;
@@ -66,7 +66,7 @@ void ShmPairReceiver::recv(uint64_t key, int64_t nbytes, std::unique_ptr<Incomin
   } else if (nbytes > ShmPipe::kSmallBytes) {
     post_locked(key, it->second);
   }
-  pipe_.header().awaited.store(1);  // before the look: what comes now is seen by one side or the other
+  pipe_.header().awaited.store(1);  // before the check: one side or the other sees a record that comes now
   if (read_locked(kReadInCall) || ends_.any_failed()) place_.call(ShmHalf::Receiving);
   settle_awaited_locked();
   ends_.tell(lock, false);
@@ -86,7 +86,7 @@ void ShmPairReceiver::probe(uint64_t key, std::unique_ptr<Message> message) {
   ends_.tell(lock, false);
 }
 
-// About so many bytes. Answers whether there may be more; what comes from now on calls, if this rank awaits
+// Reads about `most` bytes. Returns whether there may be more; later records call, if this rank awaits
 // something.
 bool ShmPairReceiver::read_locked(int64_t most) {
   while (!over_ && most > 0) {
@@ -98,7 +98,7 @@ bool ShmPairReceiver::read_locked(int64_t most) {
     }
     pipe_.remove(*record);
     most -= record->count + kRecordBytes;
-    // A writer without room says so, then looks again: one of the two sees the other.
+    // A writer without room announces that, then checks again: one of the two sees the other.
     auto& starved = pipe_.header().starved;
     if (starved.load() != 0 && pipe_.mostly_free() && starved.exchange(0) != 0) peer_.call(ShmHalf::Sending);
   }
@@ -162,7 +162,8 @@ void ShmPairReceiver::say_locked() {
     unsaid_.pop_front();
     any = true;
   }
-  // A sender that does not wait for an answer finds it when it has a message. It makes room in any case.
+  // A sender that does not wait for an answer finds it when it has a message. It is notified of new room in any
+  // case.
   if (any && (pipe_.header().answered.load() != 0 || answers.full())) peer_.call(ShmHalf::Sending);
 }
 
@@ -171,7 +172,7 @@ void ShmPairReceiver::end_locked(PostedIt it, std::optional<TransportError> erro
   posted_.erase(it);
 }
 
-// Written to with the lock held alone, so they end at once.
+// They are written to only with the lock held, so they end at once.
 void ShmPairReceiver::lose_locked(const TransportError& error) {
   if (over_) return;
   over_ = error;

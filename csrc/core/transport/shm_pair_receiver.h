@@ -16,8 +16,8 @@
 
 namespace meshcast {
 
-// Messages in between two ranks of a host: matched by key with what is received. What nobody has posted yet
-// waits here, so that no message holds up another: the bytes that came without asking.
+// Incoming messages between two ranks of a host, matched with receives by key. A message without a receive
+// waits here with the bytes that were sent eagerly, so that no message holds up another.
 class ShmPairReceiver {
  public:
   ShmPairReceiver(const ShmProgress::Place& place, ShmPipe& pipe, ShmPeer& peer);
@@ -28,16 +28,16 @@ class ShmPairReceiver {
   void abort() noexcept;
   bool turn();    // one at a time; answers whether another is due
   bool waits();   // whether anything is posted
-  void finish();  // abort(), and tells all messages; no turn is under way, and none will be
+  void finish();  // abort(), and ends all messages; no turn is under way, and none will be
 
  private:
   struct Posted {
     int64_t nbytes = 0;
     int64_t received = 0;
-    bool told = false;  // its sender has been
+    bool told = false;  // its sender has been notified
     std::unique_ptr<Incoming> payload;
   };
-  struct Arrival {  // what nobody has posted yet
+  struct Arrival {  // a message without a receive
     int64_t nbytes = 0;
     bool begun = false;           // else it was announced alone
     std::vector<std::byte> data;  // its first bytes
@@ -69,8 +69,8 @@ class ShmPairReceiver {
   std::unordered_map<uint64_t, Arrival> arrivals_;
   std::unordered_map<uint64_t, std::unique_ptr<Message>> probes_;
   std::deque<ShmPipe::Answer> unsaid_;  // that found the queue full
-  bool gone_ = false;                   // the peer; what it had written before comes all the same
-  std::optional<TransportError> over_;  // why nothing comes any longer but what is here
+  bool gone_ = false;                   // the peer; its earlier records still come
+  std::optional<TransportError> over_;  // why nothing comes any longer except what is here
   MessageEnds ends_;
 };
 

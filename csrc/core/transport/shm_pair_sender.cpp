@@ -10,9 +10,9 @@ namespace {
 using Cause = TransportError::Cause;
 using Kind = ShmPipe::Kind;
 
-// Written at a time: small enough that the peer reads it from a core's caches while the next is written.
+// Bytes written at a time: small enough that the peer reads it from a core's caches while the next is written.
 constexpr int64_t kPieceBytes = 64 * 1024;
-// Of a call: what is larger is left to who waits, or to the thread.
+// Bytes that a call writes: more is left to a waiting thread, or to the thread.
 constexpr int64_t kWrittenInCall = 64 * 1024;
 constexpr int64_t kWrittenInTurn = 128 * 1024;
 
@@ -30,7 +30,7 @@ void ShmPairSender::send(uint64_t key, int64_t nbytes, std::unique_ptr<Outgoing>
       return payload->failed(peer_.rank(), error);
     }
     ends_.add(std::move(payload), over_);
-    return place_.call(ShmHalf::Sending);  // a turn tells
+    return place_.call(ShmHalf::Sending);  // a turn reports it
   }
   const uint64_t credit = ShmPipe::credit_of(first_bytes(nbytes));
   const bool begins = credit_used_ - pipe_.header().taken.load() + credit <= ShmPipe::kCreditBytes;
@@ -40,13 +40,13 @@ void ShmPairSender::send(uint64_t key, int64_t nbytes, std::unique_ptr<Outgoing>
   message.nbytes = nbytes;
   message.step = begins ? Step::Begin : Step::Announce;
   message.payload = std::move(payload);
-  if (!asks && pipe_.has_room(nbytes)) {  // before others that have none: keys say which receive it is for
+  if (!asks && pipe_.has_room(nbytes)) {  // before others that have no room: keys match messages and receives
     write_next_locked(key, message);
     return ends_.tell(lock, false);
   }
   line_.push_back(key);
   if (asks) {
-    pipe_.header().answered.store(1);  // before the look: an answer that comes now is seen by one side
+    pipe_.header().answered.store(1);  // before the check: one side sees an answer that comes now
     read_answers_locked();
     if (const auto post = posts_.extract(key)) posted_locked(key, post.mapped());
   }
@@ -58,7 +58,7 @@ void ShmPairSender::read_answers_locked() {
   auto& answers = pipe_.header().answers;
   bool was_full = false;
   ShmPipe::Answer answer;
-  // As many as there may be: the peer cannot keep this rank for longer.
+  // Reads no more than the queue holds, so that the peer cannot keep this rank for longer.
   uint32_t left = ShmPipe::kMaxAnswers;
   for (; left > 0 && !answers.broken() && answers.pop(&answer); --left) {
     was_full |= answers.was_full();
@@ -100,7 +100,7 @@ void ShmPairSender::posted_locked(uint64_t key, int64_t nbytes) {
   }
 }
 
-// Where there is none, the peer calls this rank once there is plenty.
+// If there is none, the peer calls this rank once there is plenty.
 bool ShmPairSender::have_room_locked(int64_t count) {
   if (pipe_.has_room(count)) return true;
   auto& starved = pipe_.header().starved;
@@ -145,7 +145,7 @@ bool ShmPairSender::write_locked(int64_t most) {
 void ShmPairSender::write_next_locked(uint64_t key, Message& message) {
   const ShmPipe::Record record = next_of(key, message);
   pipe_.write(record, *message.payload);
-  // A peer that waits for nothing finds it when it does.
+  // A peer that does not wait finds it when it does.
   if (pipe_.header().awaited.load() != 0) peer_.call(ShmHalf::Receiving);
   message.written += record.count;
   const bool all = record.kind != Kind::Announce && message.written == message.nbytes;
@@ -163,7 +163,7 @@ void ShmPairSender::end_locked(uint64_t key, std::optional<TransportError> error
   ends_.add(std::move(ended.mapped().payload), std::move(error));
 }
 
-// Their memory is read with the lock held alone, so they end at once.
+// Their memory is read only with the lock held, so they end at once.
 void ShmPairSender::lose_locked(const TransportError& error) {
   if (over_) return;
   over_ = error;

@@ -15,9 +15,9 @@
 
 namespace meshcast {
 
-// Messages out between two ranks of a host. Their first bytes go without asking, as long as little waits at the
-// peer; a small message has gone as a whole then, and has ended. All others are announced, go on piece by piece
-// once their receive is posted, and end when the peer has all of them.
+// Outgoing messages between two ranks of a host. Their first bytes are sent eagerly, as long as little waits at
+// the peer; a small message has then been sent as a whole, and has ended. All others are announced, continue
+// piece by piece once their receive is posted, and end when the peer has all of them.
 class ShmPairSender {
  public:
   ShmPairSender(const ShmProgress::Place& place, ShmPipe& pipe, ShmPeer& peer);
@@ -26,10 +26,10 @@ class ShmPairSender {
   void mark_gone();
   void abort() noexcept;
 
-  // Copies in a bounded part; one turn at a time. Answers whether another is due. `helped`: asked before what
-  // is large; true where another thread will do it.
+  // Copies in a bounded part; one turn at a time. Answers whether another is due. `helped`: called before a
+  // large copy; true if another thread will do it.
   bool turn(const std::function<bool()>& helped);
-  void finish();  // abort(), and tells all messages; no turn is under way, and none will be
+  void finish();  // abort(), and ends all messages; no turn is under way, and none will be
 
  private:
   enum class Step : uint8_t { Begin, Announce, Waits, Pieces, Written };

@@ -14,13 +14,13 @@
 
 namespace meshcast {
 
-// One direction between two ranks of a host: a ring of records in memory of the rank that writes them, and
-// the answers of the one that reads them. What the other end writes is data: it is checked, and a pipe that
-// makes no sense is broken for good.
+// One direction between two ranks of a host: a ring of records in memory of the rank that writes them, and the
+// answers of the one that reads them. Values from the other end are data: they are checked, and a pipe with
+// invalid ones is broken for good.
 class ShmPipe {
  public:
   enum class Kind : uint32_t {
-    Begin,     // the first bytes of a message, without asking; of a small one all
+    Begin,     // the first bytes of a message, sent eagerly; all of a small one
     Announce,  // a message waits for its receive; no bytes of it
     Piece      // bytes of a message that was posted
   };
@@ -40,8 +40,7 @@ class ShmPipe {
   static constexpr uint32_t kMaxAnswers = 128;
   // Messages up to this size end once their memory may be used again, as over a network.
   static constexpr int64_t kSmallBytes = 8 * 1024;
-  // Bytes that may have come without asking and wait at the reader, where a message counts as a small one at
-  // least.
+  // Eager bytes that may wait at the reader, where a message counts as a small one at least.
   static constexpr uint64_t kCreditBytes = 1024 * 1024;
   static uint64_t credit_of(uint32_t count) { return std::max<uint64_t>(count, kSmallBytes); }
 
@@ -51,15 +50,15 @@ class ShmPipe {
     alignas(64) std::atomic<uint64_t> tail{0};      // bytes written since the beginning
     std::atomic<uint32_t> starved{0};               // the writer waits for room, and is to be called
     alignas(64) std::atomic<uint64_t> head{0};      // bytes read
-    std::atomic<uint64_t> taken{0};                 // of the bytes that came without asking, as credit
+    std::atomic<uint64_t> taken{0};                 // of the eager bytes, as credit
     alignas(64) std::atomic<uint32_t> awaited{0};   // the reader waits for something: records are worth a call
-    alignas(64) std::atomic<uint32_t> answered{0};  // the writer waits for an answer, likewise
+    alignas(64) std::atomic<uint32_t> answered{0};  // the writer waits: answers are worth a call
     ShmQueue<Answer, kMaxAnswers> answers;
   };
 
-  // Of this rank, which writes. Takes its size out of the process's budget; throws std::runtime_error.
+  // The pipe in which this rank writes. Takes its size out of the process's budget; throws std::runtime_error.
   static std::unique_ptr<ShmPipe> create();
-  // Of a peer. Checks everything that it will rely on. Does not close `fd`.
+  // The pipe of a peer. Checks everything that it will rely on. Does not close `fd`.
   static std::unique_ptr<ShmPipe> open(int fd);
 
   int fd() const { return memory_.fd(); }  // of a created one, until close_fd()
@@ -90,7 +89,7 @@ class ShmPipe {
     return static_cast<std::byte*>(memory_.base()) + sizeof(Header) + position % capacity_u();
   }
   uint64_t capacity_u() const { return static_cast<uint64_t>(capacity_); }
-  // Calls for the bytes of a record, which may be in two parts: where, from which of them on, and how many.
+  // Calls `call` for the one or two parts of a record's bytes: where, from which of them on, and how many.
   template <typename Call>
   void parts(int64_t count, const Call& call);
 

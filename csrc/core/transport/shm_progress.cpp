@@ -45,7 +45,7 @@ std::shared_ptr<Doorbell> ShmProgress::doorbell_of_peer(const std::vector<int>& 
   return doorbell;
 }
 
-// Where the processes have fewer cores than they are, who looks keeps the one it waits for from its core.
+// If there are fewer cores than processes, a thread that polls keeps the one that it waits for from its core.
 int ShmProgress::patience_locked() const {
   auto cores = doorbell_.cores();
   size_t processes = 1;
@@ -83,7 +83,7 @@ void ShmProgress::Place::enter(Group& group) const {
     const std::lock_guard lock(progress_->mutex_);
     progress_->entries_[number_].group = &group;
   }
-  // Calls that came before this found nobody.
+  // Earlier calls found no group.
   call(ShmHalf::Sending);
   call(ShmHalf::Receiving);
 }
@@ -95,7 +95,7 @@ void ShmProgress::Place::leave() const {
   progress_->left_.wait(lock, [this] { return progress_->entries_[number_].inside() == 0; });
 }
 
-// Once: what has happened to a peer is not taken back.
+// Reports once: the end of a peer is final.
 void ShmProgress::Place::watch(int fd) const {
   epoll_event event{};
   event.events = EPOLLIN | EPOLLRDHUP | EPOLLONESHOT;
@@ -121,9 +121,9 @@ bool ShmProgress::look() {
   return count > 0;
 }
 
-// A group's half has one thread at a time. Who comes meanwhile leaves a note (`again`), and who is inside calls
-// the half once more when it leaves: so no call is lost, and nobody waits with a lock held while bytes are
-// copied.
+// A group's half has one thread at a time. A thread that comes meanwhile sets `again`, and the thread inside
+// calls the half once more when it leaves: so no call is lost, and no thread waits with a lock held while bytes
+// are copied.
 bool ShmProgress::serve(ShmHalf half, Who who) {
   auto& cursor = cursors_[static_cast<size_t>(half)];
   uint32_t next = cursor;
@@ -133,7 +133,7 @@ bool ShmProgress::serve(ShmHalf half, Who who) {
   const auto number = static_cast<uint32_t>(taken);
   const auto gate = [&]() -> Gate& { return entries_[number].gates[static_cast<size_t>(half)]; };
   std::unique_lock lock(mutex_);
-  // A call for a group that has ended, or is still to come: that one calls itself then.
+  // A call for a group that has ended, or has not entered yet: that one calls itself when it enters.
   if (number >= entries_.size() || !entries_[number].group) return true;
   if (std::exchange(gate().taken, true)) {
     gate().again = true;
@@ -150,7 +150,7 @@ bool ShmProgress::serve(ShmHalf half, Who who) {
   return true;
 }
 
-// Who is woken by what. Nobody, where somebody is awake who will look.
+// Announces the sleeper of each half: none if a thread is awake that will look.
 void ShmProgress::announce_locked() {
   const ShmSleeper thread =
       sleeps(Who::Thread) && keeper_ != Keeper::Nobody ? ShmSleeper::Thread : ShmSleeper::Nobody;
@@ -160,8 +160,8 @@ void ShmProgress::announce_locked() {
   doorbell_.announce(ShmHalf::Sending, driven ? (sleeps(Who::Thread) ? driver : ShmSleeper::Nobody) : thread);
 }
 
-// A driver takes in what arrives, and the thread sends beside it: then both directions go on at once on two
-// cores. Without a driver the thread does both.
+// A driver receives, and the thread sends: then both directions run at the same time on two cores. Without a
+// driver the thread does both.
 bool ShmProgress::turn(Who who) {
   const bool sends = who == Who::Thread || sleeps(Who::Thread);
   const bool receives = who == Who::Driver || keeper_ != Keeper::Driver;
@@ -193,7 +193,7 @@ void ShmProgress::kept_by(Keeper keeper) {
     keeper_ = keeper;
     announce_locked();
   }
-  // What a driver has left, or came meanwhile, is the thread's.
+  // The thread takes over work that a driver has left, or that came meanwhile.
   if (keeper != Keeper::Driver && sleeps(Who::Thread) &&
       (doorbell_.called(ShmHalf::Sending) || doorbell_.called(ShmHalf::Receiving)))
     doorbell_.wake(ShmSleeper::Thread);

@@ -16,19 +16,18 @@
 
 namespace meshcast {
 
-// The shared memory of all groups of a process, as a source. Who drives does the receiving, and the sending too
-// while the thread sleeps; the thread does what is left. So a small message wakes one thread, that which waits
-// for it, and large ones are copied in and out at once.
+// The shared memory of all groups of a process, as a source. A driver receives, and also sends while the thread
+// sleeps; the thread does the rest. So a small message wakes one thread, that which waits for it, and large
+// ones are copied in and out at the same time.
 class ShmProgress final : public Source {
  public:
-  // A group's halves. A turn does a bounded part of what is to be done and waits for nothing; one thread at a
-  // time is in a half. Answers whether another is due. Who drives may call help() instead of copying at
-  // length.
+  // A group's halves. A turn does a bounded part of the work that is due and waits for nothing; one thread at a
+  // time is in a half. Returns whether another is due. A driver may call help() instead of copying at length.
   class Group {
    public:
     virtual ~Group() = default;
     virtual bool turn(ShmHalf half, Who who) = 0;
-    // Something that it watches has happened; both halves have a turn afterwards. Calls nobody.
+    // Something that it watches has happened; both halves have a turn afterwards. Must not call back.
     virtual void alarmed() {}
   };
 
@@ -42,7 +41,7 @@ class ShmProgress final : public Source {
 
     ShmProgress& progress() const { return *progress_; }
     uint32_t number() const { return number_; }
-    void call(ShmHalf half) const;   // this rank's own news
+    void call(ShmHalf half) const;   // for this rank's own work
     void enter(Group& group) const;  // it has turns from now on ...
     void leave() const;              // ... and none afterwards, nor is one under way; not from a turn
     void watch(int fd) const;        // alarmed() once it is readable or has hung up; until it is closed
@@ -52,7 +51,7 @@ class ShmProgress final : public Source {
     uint32_t number_ = 0;
   };
 
-  static std::shared_ptr<ShmProgress> of_process();  // made for the first group, gone with the last
+  static std::shared_ptr<ShmProgress> of_process();  // made for the first group, destroyed with the last
 
   explicit ShmProgress(std::shared_ptr<Progress> progress = Progress::of_process());
   ~ShmProgress() override;
@@ -68,17 +67,17 @@ class ShmProgress final : public Source {
   int patience() override { return patience_; }
 
   const Doorbell& doorbell() const { return doorbell_; }
-  // The doorbell of a peer's process, given what its Doorbell::fds() are here. One for all groups with that
+  // The doorbell of a peer's process, given its Doorbell::fds() as received. One for all groups with that
   // process.
   std::shared_ptr<Doorbell> doorbell_of_peer(const std::vector<int>& fds);
 
-  // From a turn of who drives: the thread is to do the sending.
+  // From a turn of a driver: the thread is to do the sending.
   void help();
 
  private:
   static constexpr int kPatience = 256;  // about 10 us: a peer that makes its next call is seen awake
 
-  // Whose turn in a half it is. A thread that comes while another is inside leaves it to that one.
+  // The thread that is in a half. A thread that comes while another is inside leaves it to that one.
   struct Gate {
     bool taken = false;
     bool again = false;

@@ -23,7 +23,7 @@ void ShmReceiver::recv(int peer, uint64_t key, int64_t nbytes, std::unique_ptr<I
   from.ambiguous |= from.posted.count(key) != 0;
   from.posted.emplace(key, Message{nbytes, 0, std::move(payload)});
   if (aborted_ || from.gone || from.broken || from.ambiguous) {
-    place_.call(ShmHalf::Receiving);  // a turn tells that it will not come
+    place_.call(ShmHalf::Receiving);  // a turn reports that it will not come
   } else {
     post_locked(from, {key, nbytes});
   }
@@ -38,7 +38,8 @@ void ShmReceiver::post_locked(Peer& peer, Post post) {
     peer.unsent.pop_front();
     any = true;
   }
-  // A sender that does not wait for a post finds it when it has a message. It makes room in any case.
+  // A sender that does not wait for a post finds it when it has a message. It is notified of new room in any
+  // case.
   if (any && (peer.mailbox->wanted.load() != 0 || posts.full())) peer.link->call(ShmHalf::Sending);
 }
 
@@ -56,8 +57,8 @@ bool ShmReceiver::turn() {
   return more;
 }
 
-// As many fragments as a peer has slots: no peer can keep the others waiting. True where there may be more of
-// which this rank was told before; what comes from now on calls again.
+// Takes at most as many fragments as a peer has slots, so that no peer can keep the others waiting. True if
+// there may be more of which this rank was notified before; later fragments call again.
 bool ShmReceiver::drain(Peer& peer) {
   if (peer.broken) return false;
   Fragment fragment;
@@ -73,8 +74,8 @@ bool ShmReceiver::drain(Peer& peer) {
   return true;
 }
 
-// False: the fragment makes no sense. Shared memory is as trustworthy as the process at its other end, which
-// may be failing right now.
+// False: the fragment is invalid. Shared memory is as trustworthy as the process at its other end, which may be
+// failing right now.
 bool ShmReceiver::take(Peer& peer, const Fragment& fragment) {
   ShmRegion& region = peer.link->region();
   if (fragment.slot >= region.slots() || fragment.nbytes > region.slot_bytes()) return false;
@@ -82,7 +83,7 @@ bool ShmReceiver::take(Peer& peer, const Fragment& fragment) {
   {
     const std::lock_guard lock(mutex_);
     posted = peer.posted.find(fragment.key);
-    // Ended by an abort: what still arrives is dropped.
+    // Ended by an abort: later fragments are dropped.
     if (posted == peer.posted.end()) return aborted_;
   }
   Message& message = posted->second;
@@ -90,7 +91,7 @@ bool ShmReceiver::take(Peer& peer, const Fragment& fragment) {
   bool has_memory = true;
   try {
     message.payload->write(fragment.offset, fragment.nbytes, region.slot(fragment.slot));
-  } catch (const std::bad_alloc&) {  // for what is put together before it is combined
+  } catch (const std::bad_alloc&) {  // for values that are buffered before they are combined
     has_memory = false;
   }
   message.received += fragment.nbytes;
@@ -116,7 +117,8 @@ bool ShmReceiver::take(Peer& peer, const Fragment& fragment) {
   return true;
 }
 
-// Tells the messages that will not come any longer. What a peer had published before it went is drained first.
+// Ends the messages that will not come any longer. Fragments that a peer had published before it ended are
+// drained first.
 void ShmReceiver::end_lost(Peer& peer) {
   std::multimap<uint64_t, Message> lost;
   TransportError error(TransportError::Cause::Aborted, "the group was aborted");

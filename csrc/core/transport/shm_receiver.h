@@ -13,9 +13,9 @@
 
 namespace meshcast {
 
-// The receiving half of one rank: tells senders what it has posted and copies out of their slots what they
-// announce. A turn drains every sender without waiting for anything else, which is what keeps slots from being
-// occupied for ever.
+// The receiving half of one rank: notifies senders of its receives and copies the announced fragments out of
+// their slots. A turn drains every sender without waiting for anything else, so no slot stays occupied for
+// ever.
 class ShmReceiver {
  public:
   explicit ShmReceiver(ShmMembership& membership);
@@ -25,7 +25,7 @@ class ShmReceiver {
   void abort() noexcept;
   bool turn();    // one at a time; answers whether another is due
   bool waits();   // whether anything is posted
-  void finish();  // abort(), and tells all messages; no turn is under way, and none will be
+  void finish();  // abort(), and ends all messages; no turn is under way, and none will be
 
  private:
   struct Message {
@@ -33,7 +33,7 @@ class ShmReceiver {
     int64_t received = 0;
     std::unique_ptr<Incoming> payload;
   };
-  // A sender, seen from here.
+  // A sender as this rank sees it.
   struct Peer {
     ShmLink* link = nullptr;
     ShmHeader::Mailbox* mailbox = nullptr;
@@ -42,7 +42,7 @@ class ShmReceiver {
     std::deque<Post> unsent;  // posts that found the sender's queue full
     bool gone = false;
     bool ambiguous = false;  // two messages are posted under one key
-    bool broken = false;     // it sent what cannot be: nothing more is taken from it; written in turns
+    bool broken = false;     // it sent invalid data: nothing more is taken from it; written in turns
   };
 
   void post_locked(Peer& peer, Post post);

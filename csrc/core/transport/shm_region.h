@@ -15,7 +15,7 @@ inline constexpr uint32_t kMaxSlots = 8;
 inline constexpr uint32_t kMaxLocalRanks = 64;
 inline constexpr uint32_t kMaxPosts = 128;  // that a receiver may be ahead of the owner
 
-// A piece of a message in a slot, as the sender tells each of its receivers.
+// A piece of a message in a slot, as the sender announces it to each receiver.
 struct Fragment {
   uint64_t key = 0;
   int64_t offset = 0;
@@ -23,13 +23,13 @@ struct Fragment {
   uint32_t nbytes = 0;
 };
 
-// A receive that has been posted, as the receiver tells the sender.
+// A receive that has been posted, as the receiver reports it to the sender.
 struct Post {
   uint64_t key = 0;
   int64_t nbytes = 0;
 };
 
-// One producer, one consumer, in shared memory. What a peer writes is data, never trusted as an index or a
+// One producer, one consumer, in shared memory. Values from a peer are data, never trusted as an index or a
 // count.
 template <typename T, uint32_t kCapacity>
 class ShmQueue {
@@ -37,7 +37,7 @@ class ShmQueue {
   bool full() const { return tail_.load() - head_.load() >= kCapacity; }
   bool empty() const { return tail_.load() == head_.load(); }
 
-  // What no run of push() and pop() leaves here: the other end is not to be believed any longer.
+  // True if no sequence of push() and pop() leads here: the other end cannot be trusted any longer.
   bool broken() const {
     const uint64_t head = head_.load();  // first: it only grows meanwhile, and so does the other
     return tail_.load() - head > kCapacity;
@@ -67,8 +67,8 @@ class ShmQueue {
   std::array<T, kCapacity> items_{};
 };
 
-// What one rank shares: the slots that its messages pass through, and for each receiver a queue in either
-// direction. A fragment occupies a slot, so fragments of one receiver never outnumber the slots.
+// The shared memory of one rank: the slots that its messages pass through, and for each receiver a queue in
+// either direction. A fragment occupies a slot, so fragments of one receiver never outnumber the slots.
 struct ShmHeader {
   struct Mailbox {
     ShmQueue<Fragment, kMaxSlots> fragments;  // owner -> receiver
@@ -82,7 +82,7 @@ struct ShmHeader {
   uint32_t slots = 0;
   uint32_t slot_bytes = 0;
   uint32_t members = 0;
-  // Slots freed since the beginning, and the count at which the owner wants to hear of it.
+  // Slots freed since the beginning, and the count at which the owner wants to be notified.
   alignas(64) std::atomic<uint64_t> freed{0};
   std::atomic<uint64_t> wake_at{UINT64_MAX};
   struct alignas(64) Readers {

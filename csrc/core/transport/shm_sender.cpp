@@ -50,7 +50,7 @@ void ShmSender::send(std::vector<LocalTarget> targets, int64_t nbytes, std::uniq
   waiting_.push_back(std::move(message));
   const MessageIt it = std::prev(waiting_.end());
   if (aborted_) return break_locked(it, (*it)->targets.front().first, aborted_error());
-  // Phase 1: which receives the message waits for.
+  // Phase 1: the receives that the message waits for.
   for (const PostKey& target : (*it)->targets) {
     if (lost_[target.first]) return break_locked(it, target.first, lost_error(target.first));
     if (!awaited_.emplace(target, it).second) return break_locked(it, target.first, duplicate_error());
@@ -70,7 +70,7 @@ void ShmSender::send(std::vector<LocalTarget> targets, int64_t nbytes, std::uniq
   }
   for (const PostKey& target : all) settle_wanted_locked(target.first);
   if (ready_.empty()) return;
-  // Phase 3: a small message is copied at once, but only where none is before it.
+  // Phase 3: a small message is copied at once, but only if none is before it.
   if (ready_.size() == 1 && ready_.front().get() == &here && copy_small_locked(here)) {
     const std::unique_ptr<Message> done = std::move(ready_.front());
     ready_.pop_front();
@@ -91,7 +91,7 @@ void ShmSender::drain_posts_locked() {
     auto& posts = own_.mailbox(i).posts;
     bool was_full = false;
     Post post;
-    // As many as a peer may have posted: no peer can keep the others waiting.
+    // Reads at most as many as a peer may have posted, so that no peer can keep the others waiting.
     uint32_t left = kMaxPosts;
     for (; left > 0 && !posts.broken() && posts.pop(&post); --left) {
       was_full |= posts.was_full();
@@ -166,7 +166,7 @@ bool ShmSender::copy_small_locked(Message& message) {
 void ShmSender::publish_locked(const Message& message, int64_t offset, uint32_t slot, uint32_t nbytes) {
   MC_FAULT_POINT("fragment");
   in_use_ |= uint64_t{1} << slot;
-  // Before any receiver is told: the first of them may be done before the second is.
+  // Before any receiver is notified: the first of them may be done before the second is.
   own_.header().readers[slot].left.store(static_cast<uint32_t>(message.targets.size()));
   for (const auto& [link, key] : message.targets) {
     own_.mailbox(link).fragments.push({key, offset, slot, nbytes});
@@ -174,7 +174,7 @@ void ShmSender::publish_locked(const Message& message, int64_t offset, uint32_t 
   }
 }
 
-// Where there is none, this rank is called once enough of them are free.
+// If there is none, this rank is called once enough of them are free.
 bool ShmSender::have_slot_locked() {
   if (!free_.empty()) return true;
   ShmHeader& header = own_.header();
@@ -201,7 +201,7 @@ bool ShmSender::turn(const std::function<bool()>& helped) {
   while (!ready_.empty() && !aborted_ && copied < own_.slot_bytes()) {
     if (ready_.front()->nbytes > kInlineBytes && helped()) return true;
     if (!have_slot_locked()) return false;
-    // Off the queue while it is being copied, so that nobody else ends it meanwhile.
+    // Off the queue while it is being copied, so that no other thread ends it meanwhile.
     std::unique_ptr<Message> message = std::move(ready_.front());
     ready_.pop_front();
     const uint32_t slot = free_.back();
@@ -226,8 +226,8 @@ bool ShmSender::turn(const std::function<bool()>& helped) {
   return !ready_.empty();
 }
 
-// failed() is called without the lock, since it may call back into this object. Everything that is told has
-// been taken off all lists first, so each message hears of its end once.
+// failed() is called without the lock, since it may call back into this object. Every message that is reported
+// has been taken off all lists first, so it ends once.
 void ShmSender::tell_broken(std::unique_lock<std::mutex>& lock) {
   if (aborted_) {
     for (auto& message : ready_) broken_.push_back({std::move(message), 0, aborted_error()});

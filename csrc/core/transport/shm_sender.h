@@ -17,7 +17,7 @@
 namespace meshcast {
 
 // The sending half of one rank: matches messages with the receives that its peers have posted, copies them
-// piece by piece into the slots of its own memory and tells every receiver of each piece.
+// piece by piece into the slots of its own memory and notifies every receiver of each piece.
 class ShmSender {
  public:
   explicit ShmSender(ShmMembership& membership);
@@ -26,10 +26,10 @@ class ShmSender {
   void mark_gone(size_t link);
   void abort() noexcept;
 
-  // Copies about a slot's worth; one turn at a time. Answers whether another is due. `helped`: asked before
-  // what is large; true where another thread will do it.
+  // Copies about a slot's worth; one turn at a time. Answers whether another is due. `helped`: called before a
+  // large copy; true if another thread will do it.
   bool turn(const std::function<bool()>& helped);
-  void finish();  // abort(), and tells all messages; no turn is under way, and none will be
+  void finish();  // abort(), and ends all messages; no turn is under way, and none will be
 
  private:
   struct Message {
@@ -41,7 +41,7 @@ class ShmSender {
   };
   using MessageIt = std::list<std::unique_ptr<Message>>::iterator;
   using PostKey = std::pair<uint32_t, uint64_t>;  // link, key
-  // A message that has ended badly, and why; told in a turn, without the lock.
+  // A message that has failed, and why; reported in a turn, without the lock.
   struct Broken {
     std::unique_ptr<Message> message;
     uint32_t link = 0;
@@ -75,8 +75,8 @@ class ShmSender {
   uint64_t in_use_ = 0;            // the others, as bits
   uint64_t wake_at_ = 0;           // slots freed at which this rank is called, if there were none
   std::vector<const char*> lost_;  // by link, why nothing goes there any longer; null while it does
-  // A link that has ended without reading what was sent there, which keeps slots for good: so messages to
-  // others might wait for them for good.
+  // A link that has ended without reading what was sent there, which keeps slots for good: messages to others
+  // might then wait for ever.
   std::optional<uint32_t> left_unread_;
   bool aborted_ = false;
 };

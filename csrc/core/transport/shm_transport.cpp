@@ -39,7 +39,7 @@ class ShmTransport final : public LocalTransport, public ShmProgress::Group {
 
   bool turn(ShmHalf half, Who who) override {
     if (half == ShmHalf::Receiving) return receiver_.turn();
-    // Where both directions are in use, who drives leaves the sending to the process's thread.
+    // If both directions are in use, a driver leaves the sending to the process's thread.
     return sender_.turn([&] {
       if (who != Who::Driver || !receiver_.waits()) return false;
       progress().help();
@@ -55,7 +55,7 @@ class ShmTransport final : public LocalTransport, public ShmProgress::Group {
   }
 
   void shutdown() override {
-    // A forked child has this object and no part in the group.
+    // A forked child has this object but takes no part in the group.
     if (origin_.foreign() || std::exchange(down_, true)) return;
     abort();
     for (const auto& link : membership_.links) link->hang_up();

@@ -30,14 +30,14 @@ class Descriptor {
 
 [[noreturn]] void fail_with_errno(const std::string& what);
 
-std::string random_hexadecimal(size_t digits);  // of the kernel's
+std::string random_hexadecimal(size_t digits);  // from the kernel
 
 // None of these blocks.
 Descriptor listen_at(const std::string& name, int backlog);
-// None, with errno: EAGAIN where too many wait to be accepted there, ECONNREFUSED where nobody listens. Throws
-// where a process of another user does.
+// None, with errno: EAGAIN where too many wait to be accepted there, ECONNREFUSED where no process listens.
+// Throws where a process of another user listens.
 Descriptor connect_to(const std::string& name);
-Descriptor accept_from(int listener);  // none where nobody waits
+Descriptor accept_from(int listener);  // none where no connection waits
 bool of_this_user(int socket);         // the process at the other end
 
 // Readable once the process at the other end has ended; none where it is not visible from here. A child that

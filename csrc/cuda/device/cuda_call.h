@@ -21,15 +21,15 @@ class OnDevice {
   const c10::cuda::CUDAStreamCaptureModeGuard mode_;
 };
 
-// `what` was being done, for the message.
+// `what`: the failed action, for the message.
 inline void check_cuda(cudaError_t status, const char* what, int device) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // else somebody else's next check would find it
+  cudaGetLastError();  // else the next check of other code would find it
   throw Error(ErrorKind::Generic, fmt::format("{} on CUDA device {} failed: {} ({})", what, device,
                                               cudaGetErrorName(status), cudaGetErrorString(status)));
 }
 
-// For ends, where nothing can be done about an error: it is not left for somebody else's next check.
+// For ends, where nothing can be done about an error: it is not left for the next check of other code.
 inline void let_go(cudaError_t status) noexcept {
   if (status != cudaSuccess) cudaGetLastError();
 }
@@ -42,7 +42,7 @@ inline void destroy_event(RoundDevice::Event event, int device) noexcept {
     const OnDevice here(device);
     let_go(cudaEventDestroy(event_of(event)));
   } catch (const std::exception&) {
-    // CUDA is gone, and its events with it.
+    // CUDA has ended, and its events with it.
   }
 }
 

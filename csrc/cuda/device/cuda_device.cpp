@@ -36,7 +36,7 @@ CudaDevice::~CudaDevice() {
     for (cudaStream_t stream : gates_)
       if (stream != nullptr) let_go(cudaStreamDestroy(stream));
   } catch (const std::exception&) {
-    // CUDA is gone, and its streams with it.
+    // CUDA has ended, and its streams with it.
   }
 }
 
@@ -102,7 +102,7 @@ bool CudaDevice::reached(Event event) {
   const OnDevice here(device_);
   const cudaError_t status = cudaEventQuery(event_of(event));
   if (status == cudaErrorNotReady) {
-    cudaGetLastError();  // else somebody else's next check would find it
+    cudaGetLastError();  // else the next check of other code would find it
     return false;
   }
   check_cuda(status, "work that was enqueued before", device_);

@@ -11,21 +11,21 @@
 
 namespace meshcast {
 
-// What every RoundDevice on a real GPU does alike: streams and events of its own, kernels, staging from torch's
-// allocator, so that torch knows of it. A transport adds the groups.
+// The common part of every RoundDevice on a real GPU: streams and events of its own, kernels, staging from
+// torch's allocator, so that torch knows of it. A transport adds the groups.
 class CudaDevice : public RoundDevice {
  public:
   ~CudaDevice() override;
 
   int device() const { return device_; }
 
-  // Ends the connections to other ranks; nothing of the transport is called afterwards. What has been accepted
-  // still arrives, if the other ranks close theirs soon.
+  // Ends the connections to other ranks; nothing of the transport is called afterwards. Accepted messages still
+  // arrive, if the other ranks close theirs soon.
   virtual void close() noexcept = 0;
 
   // A stream that stands for the caller of one run: behind what the user's stream held when the call was made,
-  // yet nothing that the user enqueues later waits for the run before it is asked to. It is the run's alone
-  // until this is dropped, to be done when the GPU is done with the run. Outlives the device if need be.
+  // yet later work of the user waits for the run only when requested. It belongs to the run alone until this is
+  // dropped, which is done when the GPU is done with the run. Outlives the device if need be.
   class Gate {
    public:
     Gate(std::shared_ptr<CudaDevice> device, cudaStream_t stream);

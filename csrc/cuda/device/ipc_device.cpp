@@ -36,15 +36,15 @@ decltype(&cuPointerGetAttributes) pointer_attributes() {
 
 }  // namespace
 
-// Memory of cudaMalloc, which is what CUDA IPC can export, however torch is told to allocate; and what is
-// mapped of other processes. One for each GPU and process. Nothing goes back to the GPU: to free what another
-// process has mapped is undefined, and a free waits for all that runs on the GPU, also for a kernel of NCCL
-// that waits for a rank which waits for this one.
+// Memory of cudaMalloc, which CUDA IPC can export, however torch is set to allocate; and the mapped memory of
+// other processes. One for each GPU and process. Nothing goes back to the GPU: to free what another process has
+// mapped is undefined, and a free waits for all that runs on the GPU, also for a kernel of NCCL that waits for
+// a rank which waits for this one.
 class CudaIpcDriver::Pool {
  public:
   static Pool& of(int device) {
     static std::mutex mutex;
-    static auto& pools = *new std::map<int, Pool*>;  // outlives whoever ends at the exit of the process
+    static auto& pools = *new std::map<int, Pool*>;  // outlives objects that end when the process exits
     const std::lock_guard lock(mutex);
     Pool*& pool = pools[device];
     if (pool == nullptr) pool = new Pool(device);
@@ -82,7 +82,7 @@ class CudaIpcDriver::Pool {
     void* out = nullptr;
     cudaError_t status = cudaMalloc(&out, static_cast<size_t>(nbytes));
     if (status == cudaErrorMemoryAllocation) {
-      cudaGetLastError();  // else somebody else's next check would find it
+      cudaGetLastError();  // else the next check of other code would find it
       c10::cuda::CUDACachingAllocator::emptyCache();
       status = cudaMalloc(&out, static_cast<size_t>(nbytes));
     }
@@ -162,7 +162,7 @@ void CudaIpcDriver::close_memory(std::byte* base) noexcept {
     const OnDevice here(device_);
     let_go(cudaIpcCloseMemHandle(base));
   } catch (const std::exception&) {
-    // CUDA is gone, and what it had mapped with it.
+    // CUDA has ended, and its mappings with it.
   }
 }
 
@@ -231,8 +231,8 @@ void IpcDevice::abort() noexcept { groups_->abort(); }
 
 RoundOptions ipc_round_options() {
   RoundOptions out;
-  // In the time of the plan, which counts with 10 GB/s inside a host unless it is told better: there a meeting
-  // of some 20 us is as long as what a GPU copies at a hundred times that rate.
+  // In the time of the plan, which counts with 10 GB/s inside a host by default: there a meeting of some 20 us
+  // is as long as what a GPU copies at a hundred times that rate.
   out.group_ns = 2'000'000;
   // A sixth of it in one round and direction, also of messages that need no staging: 43 MiB, which a GPU copies
   // in about the time of a meeting.

@@ -14,10 +14,11 @@ namespace meshcast {
 namespace {
 
 constexpr auto kPause = std::chrono::milliseconds(1);  // between two looks at a communicator that is being made
-constexpr auto kFlushLimit = std::chrono::seconds(2);  // for what NCCL still has to pass on when a group closes
+constexpr auto kFlushLimit =
+    std::chrono::seconds(2);  // for messages that NCCL still has to send when a group closes
 constexpr auto kAbortLimit = std::chrono::seconds(5);  // an abort that hangs is left behind, see abort()
 
-// Aborts on a thread of its own: it has been seen to hang, and nobody must hang with it.
+// Aborts on a thread of its own: it has been seen to hang, and no other thread must hang with it.
 std::future<void> abort_aside(const NcclLibrary& nccl, ncclComm_t comm, int device) {
   auto done = std::make_shared<std::promise<void>>();
   std::future<void> out = done->get_future();
@@ -121,7 +122,7 @@ GroupOutcome NcclDevice::group_end() {
 }
 
 // Until an abort is over, NCCL's own thread may yet launch what the last group held, on a stream that is past
-// the event: what that touches is not given back before.
+// the event: the memory that it touches is not given back before.
 bool NcclDevice::reached(Event event) {
   const bool aborting =
       aborted_.valid() && aborted_.wait_for(std::chrono::seconds(0)) != std::future_status::ready;

@@ -13,7 +13,7 @@
 
 namespace meshcast {
 
-// Everybody who takes part in making a communicator, as NCCL counts them.
+// The ranks that make a communicator, as NCCL counts them.
 struct NcclMeeting {
   ncclUniqueId id{};
   int ranks = 0;

@@ -33,7 +33,7 @@ class NcclLibrary {
   decltype(&ncclSend) send = nullptr;
   decltype(&ncclRecv) recv = nullptr;
 
-  // A result as the executor understands it. `comm` (may be null) is asked for what it knows besides.
+  // A result as the executor understands it. `comm` (may be null) is queried for details.
   GroupOutcome outcome(ncclResult_t result, ncclComm_t comm) const;
 
  private:

@@ -12,9 +12,9 @@
 
 namespace meshcast {
 
-// The Work of one reshard on a GPU, with what users of NCCL's expect: wait() orders the current stream behind
-// the transfer and does not block the host; over CUDA IPC only until the peers have made the same call. That
-// the transfer is over on the GPU is what isCompleted() tells, and what completes the future; both keep the
+// The Work of one reshard on a GPU, which behaves as NCCL's: wait() orders the current stream behind the
+// transfer and does not block the host; over CUDA IPC only until the peers have made the same call.
+// isCompleted() returns whether the transfer is over on the GPU, which also completes the future; both keep the
 // type of an error.
 class CudaWork final : public ReshardWork {
  public:

@@ -19,7 +19,7 @@ namespace {
 constexpr auto kTick = std::chrono::milliseconds(1);
 constexpr auto kLook = std::chrono::milliseconds(200);  // between looks at the board while ranks connect
 
-// The types of a tensor that is not cast: whatever is here.
+// The types of a tensor that is not cast: that of either end.
 TensorTypes types_of(const std::optional<at::Tensor>& source, const std::optional<at::Tensor>& destination) {
   const at::ScalarType type = source        ? source->scalar_type()
                               : destination ? destination->scalar_type()
@@ -34,7 +34,7 @@ void check_type(const char* side, const std::optional<at::Tensor>& tensor, at::S
                                   c10::toString(expected), c10::toString(tensor->scalar_type())));
 }
 
-// What a run keeps until the GPU is done with it.
+// The objects that a run keeps until the GPU is done with them.
 struct Kept {
   std::shared_ptr<void> tensors;
   std::shared_ptr<CudaDevice::Gate> gate;
@@ -81,7 +81,7 @@ GpuGroupCore::GpuGroupCore(std::shared_ptr<GroupCore> control, const std::shared
       poll_loop();
     });
   } catch (...) {
-    watcher_->stop();  // what it looks at goes before it does
+    watcher_->stop();  // its lanes are destroyed before it
     throw;
   }
 }
@@ -214,7 +214,7 @@ c10::intrusive_ptr<c10d::Work> GpuGroupCore::start(const AgreedPlan& agreed, Sta
     run = lane.engine->start(direction.rounds(lane.options).of(forms), std::move(memory), gate->stream(),
                              std::move(label), deadline_after(args.timeout_seconds), after);
   } catch (const std::exception& error) {
-    // The others must not wait for the rest. What the watcher has seen is on the board already.
+    // The others must not wait for the rest. Errors that the watcher has seen are on the board already.
     if (lane.engine->error()) abort(fmt::format("a call could not be started: {}", error.what()));
     throw;
   }
@@ -253,8 +253,8 @@ void GpuGroupCore::fail(const std::exception_ptr& error) {
   control_->abort(text_of(error));
 }
 
-// Ends what is through, frees its tensors and looks for errors of NCCL. Goes on after a failure, until the GPU
-// has let go of everything.
+// Ends complete runs, frees their tensors and checks for errors of NCCL. Continues after a failure, until the
+// GPU has finished with everything.
 void GpuGroupCore::poll_loop() {
   std::unique_lock lock(poll_mutex_);
   while (!poll_stopping_) {
@@ -263,7 +263,7 @@ void GpuGroupCore::poll_loop() {
     bool more = false;
     try {
       more = poll_once();
-    } catch (const std::bad_alloc& error) {  // of this look: what runs on the GPU is seen to end later
+    } catch (const std::bad_alloc& error) {  // of this poll: a later one sees the work on the GPU end
       abort(fmt::format("no memory to look after the GPU with: {}", error.what()));
       more = true;
     } catch (const std::exception& error) {
@@ -311,8 +311,7 @@ void GpuGroupCore::shutdown() {
     if (!error_) error_ = shut_down_error();
     lanes.swap(lanes_);
   }
-  // Works keep their engine alive: what is still in flight ends here, and the communicators go, not when they
-  // do.
+  // Works keep their engine alive: runs in flight and communicators end here, and not with them.
   for (const auto& [lane, each] : lanes) {
     if (each.engine->idle()) {
       each.device->close();

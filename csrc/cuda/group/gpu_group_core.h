@@ -23,7 +23,7 @@
 
 namespace meshcast {
 
-// What one tensor of a call is made of: at its source, on the way, and at its destination. Its plan counts with
+// The types of one tensor of a call: at its source, on the wire, and at its destination. Its plan counts with
 // `wire`, which is one of the others.
 struct TensorTypes {
   at::ScalarType source;
@@ -43,7 +43,7 @@ class GpuGroupCore final : public GroupBase {
   ~GpuGroupCore() override;
 
   // Makes the communicator of a lane together with all ranks of the group, which call this in one order with
-  // one `unique_id`. Blocks. Throws DeadlineExceeded, Aborted with the first cause, or what NCCL says.
+  // one `unique_id`. Blocks. Throws DeadlineExceeded, Aborted with the first cause, or an error of NCCL.
   void connect(int32_t lane, const std::string& unique_id, double timeout_seconds);
 
   // The same over CUDA IPC, for ranks that are all on this host. `addresses`: of all ranks' meetings.
@@ -51,9 +51,9 @@ class GpuGroupCore final : public GroupBase {
                    double timeout_seconds);
 
   // Enqueues the transfer behind `after`, an event of this GPU, and returns. Waits for other ranks only while
-  // NCCL connects them, at the first calls; over CUDA IPC a thread enqueues it later, and not this waits for
-  // other ranks, but the wait() of its Work. `types`: by problem, alike on all ranks; empty where nothing is
-  // cast. Throws LayoutError where a tensor does not fit the plan, before anything is enqueued, and
+  // NCCL connects them, at the first calls; over CUDA IPC a thread enqueues it later, and the wait() of its
+  // Work waits for other ranks, not this call. `types`: by problem, the same on all ranks; empty where nothing
+  // is cast. Throws LayoutError where a tensor does not fit the plan, before anything is enqueued, and
   // AbortedError with the first cause where the group has failed.
   c10::intrusive_ptr<c10d::Work> start(const AgreedPlan& agreed, StartArgs args,
                                        const std::vector<TensorTypes>& types, RoundDevice::Event after);

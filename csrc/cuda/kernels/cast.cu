@@ -3,7 +3,7 @@
 namespace meshcast::cuda {
 namespace {
 
-// What this torch makes of numbers that are too large for e4m3fn; cmake asks it.
+// The result of this torch for numbers that are too large for e4m3fn; cmake determines it.
 using TorchE4m3 = Float8E4m3<MESHCAST_E4M3_SATURATES != 0>;
 
 template <typename T>

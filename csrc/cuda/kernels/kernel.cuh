@@ -15,7 +15,7 @@ namespace meshcast::cuda {
 
 inline void check(cudaError_t status, const char* what, const Target& target) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // else somebody else's next check would find it
+  cudaGetLastError();  // else the next check of other code would find it
   throw Error(ErrorKind::Generic, fmt::format("{} on CUDA device {} failed: {} ({})", what, target.device,
                                               cudaGetErrorName(status), cudaGetErrorString(status)));
 }
@@ -35,7 +35,7 @@ void launch_tables(std::span<const BoxPair> pairs, const Op& op, const Target& t
     // gridDim.x may be up to 2^31 - 1; run_thread adds it to a tile number in 32 bits.
     uint32_t blocks = std::min<uint32_t>(full.tiles, 1U << 30);
     if (target.most_blocks > 0) blocks = std::min<uint32_t>(blocks, target.most_blocks);
-    // Not <<<>>>: of that only cudaGetLastError() tells, and it also tells of earlier errors of others.
+    // Not <<<>>>: only cudaGetLastError() reports its errors, and also earlier errors of other code.
     std::array<void*, 2> arguments{const_cast<Table*>(&full), const_cast<Op*>(&op)};
     check(cudaLaunchKernel(box_kernel<Op, Table>, dim3(blocks), dim3(kThreads), arguments.data(), 0,
                            target.stream),

@@ -85,9 +85,9 @@ def _group_of(key: int) -> dist.ProcessGroup:
     raise MeshcastError("broadcast: no process group has this backend now", op="broadcast")
 
 
-# Seconds between two looks for a numbered key: at first, later, and once nobody has come for _SOON.
+# Seconds between two checks for a numbered key: at first, later, and once none has come for _SOON.
 _FIRST_PAUSE, _LONGEST_PAUSE, _LATE_PAUSE, _SOON = 0.0005, 0.02, 0.2, 10.0
-_COUNT_PAUSE = 1.0  # seconds between two looks for addresses without a numbered key
+_COUNT_PAUSE = 1.0  # seconds between two checks for addresses without a numbered key
 _JOIN_LIMIT = 2.0  # seconds that a process that exits gives a thread of ours
 _OP = "send, recv"
 
@@ -295,7 +295,7 @@ class _Meetings:
         conversation.say(f"address/{peer}", pack(address))
         number = conversation.count(f"keys/{peer}", 1)
         conversation.verdict(f"key/{peer}/{number}", str(self._rank))
-        if self._network.failure:  # the other hears why, once it calls
+        if self._network.failure:  # the other receives the reason, once it calls
             self._join(peer, {self._rank: address})
 
     def _offer_memory(self, peer: int) -> str:

@@ -74,7 +74,7 @@ def _in_child() -> None:
         return
     for group, (_, store) in c10d._world.pg_map.items():
         _groups.add(group)
-        # Never let go of: gloo would wait for threads that are not there, for ever.
+        # Never released: gloo would wait for threads that are not there, for ever.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
 

@@ -111,7 +111,7 @@ def _users(frame: FrameType | None) -> Site | None:
 def _is_ours(frame: FrameType) -> bool:
     name, file = frame.f_globals.get("__name__"), frame.f_code.co_filename
     ours = isinstance(name, str) and name.partition(".")[0] in _OURS
-    if not file.startswith("<"):  # code that was made at run time is anybody's
+    if not file.startswith("<"):  # code that was made at run time may be of any origin
         _files[file] = ours
     return ours
 
@@ -122,23 +122,23 @@ FORMAT = "meshcast.flight/1"  # of the file
 _JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")  # by launchers
 _MOST_JOBS = 16  # ids
 _jobs: list[str] = []  # ids of the stores that this process has made groups in
-_LAUNCHED = ("RANK", "WORLD_SIZE")  # set by launchers, for what is a rank of theirs
+_LAUNCHED = ("RANK", "WORLD_SIZE")  # set by launchers, for their ranks
 SOCKETS = "meshcast-record/"  # begins their names
 _PATIENCE = 2.0  # seconds for the line of one that has connected
 _PAUSE = 0.1  # seconds after a request that failed
 _MOST_BYTES = 1 << 16  # of a line
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
-_open: tuple[socket.socket, int] | None = None  # where this process listens, and what counts signals
+_open: tuple[socket.socket, int] | None = None  # where this process listens, and a counter of signals
 _AGAIN = 1.0  # seconds between two records of failed calls, where no path is set
 _KEPT_FOLDERS = 32  # of jobs, where no path is set
 _started = time.time()
-_raised: dict[str, Any] | None = None  # what has ended the program
+_raised: dict[str, Any] | None = None  # the exception that has ended the program
 _ended = False  # the program came to its end without an exception
 _set_up = False
 _recorded = 0  # process whose end is
 _written = float("-inf")  # when, by time.monotonic()
 _patience = 0.0  # seconds of a wait that are worth a line; 0: none are
-_noticed = float("-inf")  # likewise, that a rank waits
+_noticed = float("-inf")  # when a wait was last reported
 _hosts: dict[int, str] = {}  # names, by rank
 
 

@@ -18,7 +18,7 @@ __all__ = ["Progress", "seconds_text", "tell", "track"]
 
 T = TypeVar("T")
 
-_AFTER = 2.0  # seconds; what takes less shows nothing
+_AFTER = 2.0  # seconds; shorter operations show nothing
 _EVERY = 10.0  # seconds from line to line
 _TICK = 0.5  # seconds from one drawing of the bar to the next
 _WIDTH = 20  # of the bar

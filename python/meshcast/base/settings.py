@@ -22,7 +22,7 @@ _SYSFS = Path("/sys/class/net")
 _SIOCGIFFLAGS, _SIOCGIFADDR, IFF_UP, IFF_LOOPBACK = 0x8913, 0x8915, 1, 8  # of linux/sockios.h and linux/if.h
 _AT_IMPORT = "`import meshcast`"
 NOWHERE = "none"  # value of MESHCAST_FLIGHT_RECORD
-# Of builds and of the project's own tests.
+# Variables of builds and of the project's own tests.
 _OTHERS = ("MESHCAST_CUDA", "MESHCAST_FAULT", "MESHCAST_FAULT_SECONDS")
 _OTHER_PREFIX = "MESHCAST_TEST_"
 
@@ -208,7 +208,7 @@ def problems() -> list[tuple[Setting | None, str]]:
     for name in sorted(os.environ):
         ours = name.upper().startswith(_PREFIX) and name not in _OTHERS and not name.startswith(_OTHER_PREFIX)
         if ours and name not in (each.name for each in ALL):
-            # Without what all of them have in common, which would make any name near.
+            # Without their common prefix, which would make any name similar.
             meant = get_close_matches(name[len(_PREFIX) :].upper(), known, 1)
             remedy = f"is {_PREFIX}{meant[0]} meant?" if meant else "docs/environment.md lists all of them"
             found.append((None, f"{name} is no variable of meshcast: {remedy}"))

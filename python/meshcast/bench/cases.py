@@ -264,7 +264,7 @@ def _size(nbytes: int, space: str = " ") -> str:
 
 
 _OFTEN = {"fixed": True, "least_repeats": 20}
-# What a call costs apart from its bytes. Their ratios to the bound mean little: look at the times.
+# The cost of calls apart from their bytes. Their ratios to the bound mean little: look at the times.
 SMALL = [
     _parsed(
         "small", f"{name} of {_size(nbytes)}", (nbytes // 4,), source, target, fixed=True, least_repeats=20

@@ -151,7 +151,7 @@ class Runner:
                 begin(method)
                 taken, cores, bad = self.once(method, 1 + turn * len(methods) + number)
                 wrong[number] += bad
-                # Only what costs time is cut short: short messages are repeated however slow.
+                # Only long repeats are cut short: short messages are repeated even if they are slow.
                 slow = torch.tensor([int(method != OURS and taken > max(SLOW * self._bound, SHORT))])
                 dist.broadcast(slow, 0)
                 counts = turn > 0
@@ -214,7 +214,7 @@ def measure(
     return found | measured | {"not_run": unable}
 
 
-# Of one transfer: about as long as what is measured later, which also begins with a full bucket.
+# The length of one transfer: about that of what is measured later, which also begins with a full bucket.
 _SECONDS = 0.3
 _REPEATS = 3
 _LATENCY_US = 100.0

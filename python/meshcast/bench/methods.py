@@ -138,7 +138,7 @@ class CaseBatch:
     moves: list[CaseMove]
     topology: Topology
     group: dist.ProcessGroup  # of all ranks of either mesh
-    kept: dict[str, Any] = field(default_factory=dict)  # what a method sets up in its first round
+    kept: dict[str, Any] = field(default_factory=dict)  # objects that a method makes in its first round
 
     def keep(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self.kept:
@@ -213,7 +213,7 @@ class Method:
 
 BALANCES = ("none", "size", "search")  # of broadcast, next to the usual "greedy"
 LIMIT = (
-    90.0  # seconds; less than a session waits (benchmarks/session.py), so that the error says who is missing
+    90.0  # seconds; less than a session waits (benchmarks/session.py), so that the error names missing ranks
 )
 
 

@@ -9,7 +9,7 @@ BUSY_LIMIT = 0.85  # above, the cores may have been the limit and not the links
 STEADY = 0.05  # spread between repeats that counts as steady
 _LEAST_SHARE = 0.9  # of a link's rate alone that it must keep while all links work
 _LEAST_EFFICIENCY = 0.8  # of the nominal rate that a link must reach alone
-OURS = "auto"  # what the others are compared with
+OURS = "auto"  # the others are compared with it
 
 Found = dict[str, Any]  # one case of the raw results
 

@@ -16,7 +16,7 @@ from ..base import checks
 from ..errors import LayoutError, MeshcastError
 
 _PROGRAM = "python -m meshcast"
-# Module and what it does. The module has NAME_arguments(parser) and run_NAME(arguments).
+# Module and its purpose. The module has NAME_arguments(parser) and run_NAME(arguments).
 COMMANDS = {
     "plan": ("plan", "plan the transfer of a tensor between two layouts and print it"),
     "bench": ("bench", "measure reshard cases on the ranks that torchrun started"),

@@ -32,7 +32,7 @@ _VARIABLES = (  # of others; ours are listed in base/settings.py
     "OMP_NUM_THREADS",
 )
 _FEW_FILES = 1024
-# By what a problem begins with, the worst first.
+# By the beginning of a problem, the worst first.
 _VERDICTS = (
     ("import meshcast", "meshcast cannot be imported here"),
     (
@@ -46,9 +46,9 @@ _VERDICTS = (
 )
 _ON_HOST, _APART = "on one host", "between hosts"  # calls that are tried
 _IMPORT_SECONDS, _CALL_SECONDS = 120, 60  # in which the process of the calls ends itself
-_FOLLOWS = ("AbortedError", "PeerLostError")  # what a rank raises since another one did
+_FOLLOWS = ("AbortedError", "PeerLostError")  # raised because another rank raised
 _WORKS = "meshcast works here"
-_PLANNED_GBPS = 10  # what Topology.from_hosts assumes of a host's link
+_PLANNED_GBPS = 10  # the rate of a host's link in Topology.from_hosts
 
 
 def doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -294,7 +294,8 @@ def _backends(problems: list[str]) -> dict[str, str]:
         problems.append("transfers on CPU: they travel over gloo, which this torch lacks")
         return facts
     try:
-        # Alone in its group, gloo still looks for an address to listen on, and fails as it would in a job.
+        # Alone in its group, gloo still looks for an address to listen on, and fails in the same way as in a
+        # job.
         dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=20))
         facts["gloo"] = "available, opens its listening socket"
     except RuntimeError as error:

@@ -247,9 +247,10 @@ def _clock(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
-# What a rank raises because of another one.
+# Errors that a rank raises because of another one.
 _FOLLOW = ("AbortedError", "PeerLostError", "DeadlineExceededError", "PlanMismatchError")
-# In what a rank raises that cannot connect with another: interfaces are the reason only where that one lives.
+# In the error of a rank that cannot connect with another: interfaces are the reason only if that rank is
+# alive.
 _UNREACHABLE = "no way to the peer"
 
 
@@ -369,7 +370,7 @@ def _cause(
     peers = [(call.peer, call) for call in failed if call.error.startswith("PeerLostError")]
     peers += [(min(gone & {*call.ranks} - {call.rank}), call) for call in unreachable]
     lost = [(peer, call) for peer, call in peers if peer is not None]
-    # A rank whose program came to its end has completed what it was asked: others come first.
+    # A rank whose program came to its end has completed its work: others come first.
     lost.sort(key=lambda each: each[0] in records and records[each[0]].ended)
     if lost:
         peer, first = lost[0]
@@ -724,7 +725,7 @@ def _check_ranks_differ(chosen: list[_Process]) -> None:
             )
 
 
-_Result = tuple[str, str]  # the path, or what is wrong
+_Result = tuple[str, str]  # the path, or the problem
 _SILENT: _Result = ("", "no record: it does not answer, so it is stopped or a call of it keeps Python's lock")
 
 

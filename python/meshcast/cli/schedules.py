@@ -28,7 +28,7 @@ from .records import check_one_job
 _MOST = 4096  # stages and micro-batches
 _COUNT = integer(1, _MOST)
 _TIMES = ("forward", "backward", "weight", "transfer")
-_UNIT = "units"  # of times that are simulated: those that --forward and the others are given in
+_UNIT = "units"  # of simulated times: those of --forward and the others
 _ABOUT = "Times are in the unit of --forward, --backward and --transfer. Numbers in bars are micro-batches."
 # Options of a single schedule, with their defaults.
 _OF_ONE = {

@@ -149,7 +149,7 @@ class Workers:
             result = self._processes[worker].wait(0)
             if result is not None:
                 self._living.remove(worker)
-                self._kill(worker)  # what it has started and left behind
+                self._kill(worker)  # processes that it has started and left behind
                 failure, end = result.failures.get(0), Ended(worker)
                 if failure is not None:
                     text = str(failure.message)  # a dictionary where torch's record() noted an exception
@@ -225,7 +225,7 @@ log = logging.getLogger("torch.distributed.elastic.meshcast")
 
 # Seconds that the store of a group outlives one of its members. Ranks learn of the death meanwhile and leave
 # the group: torch prints a stack for each call to a store that is closed.
-# A rank that waits there for the dead waits longer.
+# A rank that waits there for a failed one waits longer.
 _LINGER = 0.2
 # Seconds that followers get, in addition to their patience with workers, to report that they are done.
 _LAST_WORD = 5.0
@@ -512,7 +512,7 @@ class Follower:
         limit = time.monotonic() + config.join_timeout
         try:
             store = meet.connect(port, host, timedelta(seconds=config.join_timeout))
-            known = time.monotonic() + config.keep_alive  # the agent listens before it says what it is
+            known = time.monotonic() + config.keep_alive  # the agent listens before it identifies itself
             if not meet.wait_until(lambda: store.check([meet.AGENT]), config.interval, known):
                 raise JobGoneError(f"what listens at {host}:{port} is no agent of meshcast.elastic.run")
             if (its := store.get(meet.AGENT).decode()) != config.run_id:

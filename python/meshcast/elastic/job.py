@@ -37,8 +37,8 @@ __all__ = ["Before", "Job", "Training", "check_budget"]
 
 OP = "elastic.Job"
 _CALLER = Caller(OP)
-_STEPS = "meshcast.elastic.steps"  # entry of the state beside the user's
-_PAUSE = 0.02  # seconds between two looks for the start of a process group
+_STEPS = "meshcast.elastic.steps"  # entry of the state, next to the user's
+_PAUSE = 0.02  # seconds between two checks for the start of a process group
 _MOST_BYTES = 1 << 62
 _MOST_STEPS = 10**9
 _IN_MAKE = "Make what comes with a step in make(): an optimizer's state as get_state_dict of torch does"
@@ -369,7 +369,7 @@ class Job(Generic[T]):
         others_called = self._agree()
         result = self._finish()
         if others_called:
-            self._in_group = False  # together with all others, which heard it in the same call
+            self._in_group = False  # together with all others, which learnt it in the same call
         return result
 
     def _agree(self) -> bool:
@@ -605,7 +605,7 @@ def _changed(previous: Sequence[Worker], now: Mapping[Worker, int]) -> dict[str,
 
 
 def _may_be_loss(error: BaseException | None) -> bool:
-    if isinstance(error, LayoutError | ScheduleError):  # some calls say so of whatever ended them
+    if isinstance(error, LayoutError | ScheduleError):  # some calls raise these for any cause
         return not getattr(error, "gone", ()) and _may_be_loss(error.__cause__)
     return isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
 

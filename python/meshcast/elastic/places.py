@@ -209,7 +209,7 @@ def destinations(
                 )
             found[name] = (Layout(sorted(copies[name]), [Replicate()]), where.device.type)
             outs[name] = where
-        elif not is_carried(where):  # what is no tensor comes along by itself
+        elif not is_carried(where):  # a value that is no tensor is carried anyway
             found[name] = where
     return found, outs
 

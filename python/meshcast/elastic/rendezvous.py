@@ -40,10 +40,10 @@ from ..base.wire import pack, unpack
 
 HOST = "127.0.0.1"
 _LIMIT = timedelta(seconds=300)
-# Plain texts in the store, beside the messages.
+# Plain texts in the store, next to the messages.
 AGENT = "elastic/agent"  # there from the start, the job's id: the store is that of an agent
 JOB = "elastic/job"  # id of the job in flight records
-HOSTS = "elastic/hosts"  # how many have come; the next one's number
+HOSTS = "elastic/hosts"  # the number of hosts that have come, and of the next one
 
 T = TypeVar("T")
 
@@ -230,7 +230,7 @@ def connect(port: int, host: str = HOST, limit: timedelta = _LIMIT) -> dist.TCPS
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
 
 
-_PAUSE = 0.05  # seconds between two looks
+_PAUSE = 0.05  # seconds between two checks
 _LAST = 20.0  # seconds that a worker without an agent gets to end by itself
 
 

@@ -193,9 +193,9 @@ class ReplicaCopies:
 
 
 _OP = "Replicas"
-_ALWAYS = "meshcast.Replicas"  # an entry that all ranks have, so that there is something to tell
+_ALWAYS = "meshcast.Replicas"  # an entry that all ranks have, so that no state is empty
 _LARGEST = (1 << 62) - 1  # step
-_SETTLE = 5.0  # seconds that a refresh on its way gets when its copies are asked for
+_SETTLE = 5.0  # seconds that a refresh in flight gets when its copies are requested
 
 
 class _Member(NamedTuple):
@@ -347,7 +347,7 @@ class Replicas:
                 self._twin, StateRun(self._rank, Given(None, None), wrong=error), self._limit
             )
             raise error from None
-        # A copy of each: the state's own may change before anybody asks for this step.
+        # A copy of each: the state's own may change before this step is requested.
         values = {name: restored(carried(value)) for name, value in held.items() if is_carried(value)}
         moved = {name: copy.own[name] for name in self._kept if name in copy.own}
         refresh = self._calls.prepared({**moved, **values, _ALWAYS: None}, None, number, copy.memory)
@@ -385,7 +385,7 @@ class Replicas:
         self._settle(time.monotonic() + _SETTLE)
         self._parent.drop_twin(self._name, time.monotonic() + _SETTLE)  # others may still read from this rank
 
-    # What remesh asks.
+    # The functions that remesh calls.
 
     def _offer(self, lost: Collection[int], deadline: float) -> Inventory:
         """Describes the job without the lost ranks."""

@@ -30,7 +30,7 @@ from .rendezvous import JobGoneError
 __all__ = ["main", "parser", "read", "run"]
 
 _DEFAULT_PORT = 29400  # torchrun's
-# Of torchrun, for what --rdzv-endpoint says here.
+# Options of torchrun that --rdzv-endpoint replaces here.
 _BY_ENDPOINT = ("node_rank", "master_addr", "master_port", "local_addr")
 _OTHERS = (
     *("start_method", "run_path", "event_log_handler", "duplicate_stdout_filters"),
@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SignalException as error:
         print(f"{error}; the workers have ended", file=sys.stderr)
         return 128 + error.sigval
-    except KeyboardInterrupt:  # of one that looks for the agent that leads; else SignalException
+    except KeyboardInterrupt:  # while it looks for the leading agent; else SignalException
         print("meshcast.elastic.run: interrupted before it had workers", file=sys.stderr)
         return 128 + signal.SIGINT
     return 1

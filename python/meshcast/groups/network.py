@@ -100,8 +100,8 @@ def connect(
             how = gloo._Options()
             how._timeout, how._threads = left, 2
             how._devices = [gloo.create_device(interface=name)]
-        # Connecting waits in the store, and a wait locks out every other user of its connection: two
-        # groups that connect at once over one connection could wait for each other for ever.
+        # Connecting waits in the store, and a wait blocks every other user of its connection: two groups that
+        # connect at once over one connection could wait for each other for ever.
         try:
             rail = dist.ProcessGroupGloo(
                 dist.PrefixStore(f"gloo{index}", store.clone()), ranks.index(rank), len(ranks), how
@@ -271,7 +271,7 @@ class Network:
             if choice != "gloo":
                 self._plane = plane(names, timeout)
         except MeshcastError as error:
-            if shortage(error):  # that is for the caller to tell: gloo needs threads and descriptors likewise
+            if shortage(error):  # the caller reports it: gloo needs threads and descriptors, too
                 raise
             if choice != "auto":
                 self.failure = str(error)

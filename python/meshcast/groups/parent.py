@@ -62,7 +62,7 @@ class StoreConnection:
     """
 
     def __init__(self, store: Any, prefix: str, *, of_job: bool = False) -> None:
-        # Not torch's own object, whose end is the end of its process group.
+        # Not torch's own object, which ends its process group when it is destroyed.
         self._store = dist.PrefixStore(prefix, store)
         self._of_job = of_job
         self._opened: dist.Store | None = None
@@ -106,7 +106,7 @@ def _refuse_if_gone(store: Any) -> None:
         except ConnectionRefusedError as error:
             raise ConnectionRefusedError(f"{store.host}:{store.port} refuses connections") from error
         except TimeoutError:
-            return  # it is slow, or cut off: that is for the caller's limit to say
+            return  # it is slow, or disconnected: the caller's limit decides
 
 
 class ParentGroup:
@@ -123,7 +123,7 @@ class ParentGroup:
         self.closed = False
         self.place = (-1, 0)  # rank and size of the process group as it was met; `reconfigure` changes them
         self.compiled: Cache[Any, Any] = Cache(_KEPT_CALLS)  # by kind of call, of resharding/compiled.py
-        self.extras: dict[str, Any] = {}  # what single operations keep
+        self.extras: dict[str, Any] = {}  # objects that single operations keep
         self._store = store
         self._groups: dict[tuple[int, ...], PrivateGroup] = {}
         self._known = _C.KnownOffers()  # of ranks that met in one of these
@@ -132,7 +132,7 @@ class ParentGroup:
         self._twins: dict[str, ParentGroup] = {}
         # Calls that this rank refused, of which it is not known whose they were.
         self.refusals = _C.OpenRefusals(sorted(ranks), rank, store, self.private)
-        self.at_end: dict[str, Callable[[], None]] = {}  # by name, what else ends with it; never blocks long
+        self.at_end: dict[str, Callable[[], None]] = {}  # by name: called when it ends; never block for long
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> ParentGroup:
@@ -379,7 +379,7 @@ def _tell(
     parent = parents[0]
     if complete and known and sure:
         if parent.rank not in known:
-            return  # nobody waits for it
+            return  # no rank waits for it
         if parent.ranks.issuperset(known):
             lane = NO_LANE if prepares else 0
             parent.private(sorted(known)).refuse(lane, error, limit).wait()

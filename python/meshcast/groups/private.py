@@ -34,7 +34,7 @@ from .store import Shortage, as_shortage, few_descriptors
 __all__ = ["NO_LANE", "Connector", "PrivateGroup"]
 
 
-Lost = Callable[[], "tuple[int, str] | None"]  # a rank of the group that has gone, and why
+Lost = Callable[[], "tuple[int, str] | None"]  # a rank of the group that has exited, and why
 
 _warned: set[str] = set()  # reasons logged so far: one warning for each
 
@@ -99,7 +99,7 @@ class _Joining:
         try:
             if few := few_descriptors():
                 raise connector.caller.error(MeshcastError, few)
-            self._threads = _C.WorkThread()  # kept by the core as well
+            self._threads = _C.WorkThread()  # the core also keeps it
             self._memory = _host_memory(len(connector.ranks))
             names, self._told = interfaces()
             self._network = Network(names, connector.timeout)
@@ -250,7 +250,7 @@ class PrivateGroup(_C.Group):
         Queued calls fail."""
         super().close(limit)
         # Compiled transfers refer to their group. Left in this cycle, the communicators would keep their
-        # threads, which look for messages 100 times a second, until the garbage collector comes by.
+        # threads, which look for messages 100 times a second, until the garbage collector runs.
         self.transfers.clear()
 
 

@@ -26,7 +26,7 @@ from .store import store_of_generation
 __all__ = ["Late", "ReadyBarrier"]
 
 _PREFIX = "ready"
-_LOOK = 0.25  # seconds between two looks for ranks that have exited
+_LOOK = 0.25  # seconds between two checks for ranks that have exited
 _DAY = timedelta(days=1)
 # Verdicts of one barrier. The others end all that would follow, and are named as their errors.
 _GO, _LATE = "go", DeadlineExceededError.__name__
@@ -76,7 +76,7 @@ class ReadyBarrier:
         """name: for errors. store: the connection of the process group. limit: of what connects with a rank
         to look after it, seconds. within: the process group, for the flight record."""
         self.number = 0
-        self.ended: MeshcastError | None = None  # what has ended them all, once this rank has learnt of it
+        self.ended: MeshcastError | None = None  # the error that has ended them all, once this rank knows it
         self._here: dict[int, _Here] = {}  # of the ranks that have come
         self._name, self._limit = name, limit
         self._open_store = store
@@ -210,7 +210,7 @@ class ReadyBarrier:
         number = self.number
         while self._settle(number, kind.__name__, text, peer).kind in (_GO, _LATE):
             number += 1
-        self._conversation.count(f"called/{number}", 0)  # wakes who waits for a call
+        self._conversation.count(f"called/{number}", 0)  # wakes ranks that wait for a call
 
     def _missing(self) -> list[int]:
         """Ranks that are not ready for the next one."""
@@ -219,7 +219,7 @@ class ReadyBarrier:
 
     def _settle_late(self, elapsed: float) -> _Verdict:
         missing = self._missing()
-        if not missing:  # the last one has come, and not yet said so
+        if not missing:  # the last one has come, and has not reported it yet
             return self._settle(self.number, _GO)
         callers = self.callers()
         away = [rank for rank in missing if rank not in self._here]

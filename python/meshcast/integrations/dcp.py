@@ -49,7 +49,7 @@ _OP = "MemoryStorage"
 T = TypeVar("T")
 
 
-# Objects of torch and of planners travel as pickles, as they do in files: as bytes in what follows.
+# Objects of torch and of planners travel as pickles, as they do in files: bytes below.
 
 
 @dataclass
@@ -122,7 +122,7 @@ class MemoryStorage(StorageWriter, StorageReader):
     ) -> None:
         self._group, self._copy, self._timeout = group, copy, timeout
         self._own = _Catalogue()
-        self._held: dict[str, torch.Tensor] = {}  # what this rank saved, in the order of its boxes
+        self._held: dict[str, torch.Tensor] = {}  # saved by this rank, in the order of its boxes
         self._values: dict[str, bytes] = {}
         self._failed: Exception | None = None
         self._all: dict[int, _Catalogue] = {}  # of all ranks, by global rank, for the load in progress
@@ -213,7 +213,7 @@ class MemoryStorage(StorageWriter, StorageReader):
             self._refuse(error)
         names = sorted({item.storage_index.fqn for item in values})
         requests = self._gathered("asks", _Request(boxes, names))
-        # A tensor that is asked for in several chunks arrives in memory of its own.
+        # A tensor that is requested in several chunks arrives in memory of its own.
         out = {
             name: tensors[0]
             if len(tensors) == 1

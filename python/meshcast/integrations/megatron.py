@@ -20,7 +20,7 @@ from ..resharding.state_dict import reshard_state_dict
 __all__ = ["MeshcastCopyService"]
 
 _OP = "MeshcastCopyService"
-_PROBE = 64  # elements: what tells most different tensors apart without reading them all
+_PROBE = 64  # elements: enough to distinguish most tensors without reading all of them
 
 
 class _Message(NamedTuple):
@@ -79,7 +79,7 @@ class MeshcastCopyService(CopyService):
     anything moves; PeerLostError and DeadlineExceededError as reshard_state_dict.
     """
 
-    # A run is over when all ranks have what they asked for.
+    # A run is over when all ranks have what they requested.
     requires_process_group_barrier = False
 
     def __init__(

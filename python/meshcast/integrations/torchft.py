@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 _OP = "MeshcastTransport"
 _OFFER = f"{_OP} offer"  # in the store of a sender: an `_OpenCheckpoint`
-_PAUSE = 0.02  # seconds between two looks for a checkpoint
+_PAUSE = 0.02  # seconds between two checks for a checkpoint
 
 
 class _OpenCheckpoint(NamedTuple):

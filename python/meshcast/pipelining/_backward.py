@@ -183,7 +183,7 @@ class SplitBackward:
         return found
 
 
-_Graph = dict[Node, list[Node | None]]  # what each node leads to, edge by edge
+_Graph = dict[Node, list[Node | None]]  # the next node of each edge of a node
 
 
 def children_first(roots: Iterable[Node]) -> _Graph:

@@ -92,7 +92,7 @@ class ActionKind(Enum):
 
 _COMPUTE = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
 _TO_CONSUMER = (ActionKind.SEND_F, ActionKind.RECV_B)  # transfers whose other end is a consumer of the stage
-# What a compute action needs from other stages, and what it makes for them.
+# The values that a compute action needs from other stages, and those that it makes for them.
 _RECEIVES = {
     ActionKind.F: ActionKind.RECV_F,
     ActionKind.B: ActionKind.RECV_B,

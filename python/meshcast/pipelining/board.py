@@ -29,7 +29,7 @@ __all__ = ["PipelineBoard", "Refused", "refusals_reported"]
 
 _T = TypeVar("_T")
 _TOLD = 5.0  # seconds in which a refusal of a constructor reaches the store, on a busy machine too
-_LOOK = 0.25  # seconds between two looks at what may end a wait
+_LOOK = 0.25  # seconds between two checks of what may end a wait
 _OVER = "over"  # topic of why a conversation is: a rank was lost, or refused to take part in it
 _GRACE = 0.7  # seconds that the store is given beyond a limit, and to take a failure: Ctrl-C raises in one
 _FAILED = "!"  # begins a message that is an error; no packed value begins so
@@ -119,9 +119,9 @@ class PipelineBoard:
         self._silent = False  # the store has left a call unanswered
         self._conversations = conversations = _Conversations.of(key)
         self._connection = conversations.connection
-        # Through it the ranks look after each other.
+        # The ranks monitor each other through it.
         self._network = Network(interfaces()[0], timeout or 60.0)
-        self._known = _C.KnownOffers()  # what they said of it, once all have
+        self._known = _C.KnownOffers()  # their offers for it, once all have come
         self._has_met = False
         self._watches = _C.Watches(self._known, self._network.watch)
         self._attempt = conversations.attempt
@@ -402,7 +402,7 @@ def refusals_reported(group: Any, index: int | None = None) -> Iterator[None]:
     # A rank that is not in the group shares no conversation with those that are.
     in_job = dist.is_initialized() and (group is None or isinstance(group, dist.ProcessGroup))
     if in_job and index is not None:
-        with suppress(Exception):  # a group that is over: what follows says so
+        with suppress(Exception):  # a group that is over: the next call raises that
             _Conversations.of(dist.group.WORLD if group is None else group).begin_stage(index)
     try:
         yield

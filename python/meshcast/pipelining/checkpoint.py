@@ -192,7 +192,8 @@ def save(
         view, state, said = _begun(caller, schedule, optimizer, names, position)
         leads = dist.get_rank(view.group) == 0
         if leads:
-            # What a death has left. Others write only after they have learnt of this rank's plan.
+            # Removes files that a failed rank has left. Others write only after they have learnt of this
+            # rank's plan.
             shutil.rmtree(partial, ignore_errors=True)
             about = io.BytesIO()  # in one piece: lists and dicts would be entries of their own
             torch.save({"steps": schedule._steps, "random": _random_state(), "values": said}, about)

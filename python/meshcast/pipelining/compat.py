@@ -138,7 +138,7 @@ def _next(computing: Sequence[Sequence[int]], begin: int, count: int) -> list[in
 
 
 # Actions that need none here: FSDP2 gathers and frees parameters in its own hooks, gradients are reduced when
-# the step ends, and nobody waits except for the value that is needed (the WAIT actions of torch 2.15).
+# the step ends, and a stage waits only for the value that it needs (the WAIT actions of torch 2.15).
 EXTRA_KINDS = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT")
 _WAITING = re.compile(r"(\d+)(WAIT(?:_[A-Z]+)*)(\d*)")
 
@@ -268,7 +268,7 @@ def accepted(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     known = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
     names = set(known)
     if any(each.kind is each.VAR_KEYWORD for each in known.values()):
-        # torch's runtime takes what it names nowhere: its subclasses do.
+        # torch's runtime takes these by **kwargs: its subclasses name them.
         names |= set(inspect.signature(torch_schedules.ScheduleInterleaved1F1B.__init__).parameters)
     return {name: value for name, value in given.items() if name in names}
 

@@ -297,7 +297,7 @@ def _multiplied(tensors: Iterable[torch.Tensor], factor: float) -> Iterator[None
         return
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
-        # What counts nothing may be infinite: a mean over no samples.
+        # A gradient that counts nothing may be infinite: a mean over no samples.
         return gradient * factor if factor else torch.zeros_like(gradient)
 
     handles = [each.register_hook(hook) for each in tensors if each.requires_grad]
@@ -323,7 +323,7 @@ def hooks_at_the_end(
             hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
             if hooks and id(parameter) not in held:
                 held[id(parameter)] = hooks, dict(hooks)
-                # In place: handles of the user go on removing them, and autograd has this very object.
+                # In place: handles of the user can still remove them, and autograd has this very object.
                 hooks.update(dict.fromkeys(hooks, _no_hook))
 
     def restore(identity: int) -> Mapping[int, Any]:

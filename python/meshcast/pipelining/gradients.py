@@ -136,7 +136,7 @@ class Gradients:
         weight: float | None = None
         for stage in self._stages.values() if self._train else ():
             if not self._finalize:
-                stage.free_parameters()  # what is left gathered has gradients that FSDP2 is still to reduce
+                stage.free_parameters()  # FSDP2 still has to reduce gradients of gathered parameters
             stage.drop_stand_ins()
         for index, stage in self._stages.items():
             if stage.is_last:

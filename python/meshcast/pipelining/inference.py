@@ -159,7 +159,7 @@ class Probe:
         trained = self.with_grad and _trains(self.module, given[0])
         if not is_empty(given):
             return self._outputs(given, again, data, trained)
-        # Whether it cannot run without samples shows on fakes alone; else it is run without.
+        # Only fakes show that it cannot run without samples; else it is run without.
         stand_in = self.needs_stand_in(given)
         if self._can_be_faked() and not stand_in and data != "always":
             with suppress(Exception):  # it needs data

@@ -19,7 +19,7 @@ from meshcast.pipelining.parallel import local_values
 
 __all__ = ["Sharding", "StepLoss", "microbatch_weights", "part_of"]
 
-# Of an input of the last stage: its placements, its global shape and this rank's.
+# An input of the last stage: its placements, its global shape and this rank's.
 Sharding = tuple[Sequence[Placement], Sequence[int], Sequence[int]]
 
 
@@ -85,9 +85,9 @@ class StepLoss:
         self._parts = [Fraction(1)] * microbatches  # of a micro-batch's samples and tokens, this rank's
         self._gradients = GradientScale()
         self._taken: list[tuple[int, torch.Tensor, Any]] = []  # micro-batch, mean or sum, weight of a sum
-        self.losses: dict[int, torch.Tensor] = {}  # what backwards start from
+        self.losses: dict[int, torch.Tensor] = {}  # the values that backwards start from
         self._pairs = self._means = 0
-        self._is_global = False  # DTensor arithmetic has gone over all ranks already
+        self._is_global = False  # DTensor arithmetic has covered all ranks already
 
     @property
     def weighted(self) -> bool | None:

@@ -35,7 +35,7 @@ def _caller(op: str) -> Caller:
 
 def _own_stages(stages: Any) -> list[PipelineStage]:
     """This rank's stages, ascending. Raises LayoutError unless they can be one rank's."""
-    # A module may be iterable as well; it is named as a whole.
+    # A module may be iterable, too; it is named as a whole.
     several = isinstance(stages, Iterable) and not isinstance(stages, torch.nn.Module)
     listed = [*stages] if several else [stages]
     for stage in listed:
@@ -204,7 +204,7 @@ def clip_grad_norm_(
             f"{caller}: expected a finite norm of order {norm_type} of the gradients of all stages, found "
             f"{norm.item()}: skip this step, or give error_if_nonfinite=False to scale by it anyway"
         )
-    # Local tensors in place of DTensors: torch does not scale a list with both.
+    # Local tensors instead of DTensors: torch does not scale a list with both.
     local = [SimpleNamespace(grad=local_values(p.grad)) for p in _parameters(mine) if p.grad is not None]
     scaled: Any = local
     torch.nn.utils.clip_grads_with_norm_(scaled, max_norm, norm, foreach)
@@ -228,7 +228,7 @@ def _norm(stages: Sequence[PipelineStage], norm_type: float) -> torch.Tensor:
         # Also without a gradient here: other ranks of that mesh may have one.
         into = inside if mesh is None else outside.setdefault(mesh, [])
         if parameter.grad is not None:
-            gradient = placed_gradient(parameter)  # by all ranks of its mesh, whoever counts the result
+            gradient = placed_gradient(parameter)  # by all ranks of its mesh, whichever counts the result
             if _counts(parameter, rank, leader, outside=mesh is not None):
                 into.append(local_values(gradient))
     total = order.measure(inside)
@@ -353,7 +353,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         found = self._found_anywhere()
-        # What single optimizers found is part of it.
+        # It includes the results of single optimizers.
         self._per_optimizer_states.clear()
         self._per_optimizer_states[0]["found_inf_per_device"] = {found.device: found}
         self._found = None

@@ -225,7 +225,7 @@ class _Check:
                     )
 
 
-# Of one micro-batch, in any unit: what warmup="auto" and draw() assume unless they are given others.
+# Times of one micro-batch, in any unit, that warmup="auto" and draw() assume by default.
 _NOMINAL_TIMES: Mapping[str, Any] = {"forward": 1.0, "backward": 2.0, "weight": 1.0, "transfer": 0.5}
 
 

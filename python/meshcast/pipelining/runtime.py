@@ -276,7 +276,7 @@ class Runtime:
                     raise
                 raise self._named(action, cause) from cause
             if computes:
-                # Without the wait for what it needed, which has an event of its own.
+                # Without the wait for its inputs, which has an event of its own.
                 begin, end = self._resumed or begin, self._mark()
                 self._clock.add(action, begin, end)
                 self._resumed = None
@@ -433,7 +433,7 @@ class Runtime:
                 self._until_ended(handle)
                 self._resumed = self._mark()
                 self._clock.add(receive, before, self._resumed)
-            if transfers.relays:  # what this rank passed on to other receivers
+            if transfers.relays:  # values that this rank passed on to other receivers
                 self.bytes_sent += transfers.bytes_sent(handle)
         return arrived
 
@@ -456,7 +456,7 @@ class Runtime:
         for transfers in self._transfers_of(action):
             if (
                 transfers.consumers[0] == action.peer
-            ):  # what others get as well has left with the first of them
+            ):  # a value with several receivers has left with the first
                 self._send(action, transfers, [outputs[each.output] for each in transfers.deliveries])
         if action.peer == self._last_consumer[action.stage]:
             del self._outputs[key]  # transfers hold what they need

@@ -117,7 +117,7 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
 
     name: ClassVar[str | None] = None
     pipeline_order: Any
-    _built_order: Any = None  # what that was when it was made
+    _built_order: Any = None  # that order when it was made
     _given_order: tuple[Any, bool] | None = None  # of actions that came later; whether with their transfers
     _backward_requires_autograd = True
     _gathering: Gathering = FSDP_DEFAULTS
@@ -183,7 +183,7 @@ class PipelineSchedule(torch_schedules._PipelineSchedule):
         self._seed = seed
         self._weight_fn = weight_fn
         self._table: StageTable | None = None
-        self._given: GivenOrder | None = None  # torch's actions, where those are what runs
+        self._given: GivenOrder | None = None  # torch's actions, if those run
         self._runtime: Runtime | None = None
         self._rows: dict[bool, list[Action]] = {}  # this rank's lowered actions; key: training
         self._feeds: Mapping[int, StepFeed] = {}  # of the last step

@@ -150,7 +150,7 @@ class PipelineScheduleMulti(PipelineSchedule, torch_schedules.PipelineScheduleMu
     """
 
     _orders_itself = False  # whether torch's constructor makes the order that runs
-    _faster = ""  # what is faster than that
+    _faster = ""  # schedules that are faster
 
     def __init__(
         self,

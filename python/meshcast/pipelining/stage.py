@@ -262,7 +262,7 @@ class PipelineStage(torch_stage.PipelineStage):
         self._late: dict[int, SplitBackward] = {}  # those whose weight gradients are to come
         self._stood_in = False  # whether a micro-batch of this step ran on stand_ins
         self._watched: int | None = None  # the micro-batch of this step in which the module is looked at
-        # Learnt while the module runs. What compiled code exchanges cannot be seen.
+        # Learnt while the module runs. Exchanges in compiled code cannot be seen.
         self._together = any(  # whether it exchanges values with ranks that have other samples
             hasattr(each, "_orig_mod") or each._compiled_call_impl is not None
             for each in self.submod.modules()
@@ -562,7 +562,7 @@ class PipelineStage(torch_stage.PipelineStage):
         scaled = partial(self.scale.applied, ratio, self.submod, others)
         splits = not full_backward and not self.accumulates
         if not full_backward:
-            self.dw_runner[bwd_chunk_id] = lambda: None  # unless what follows leaves some gradients
+            self.dw_runner[bwd_chunk_id] = lambda: None  # unless the code below leaves some gradients
             if self.accumulates:
                 self._warn_whole("FSDP2 reduces gradients inside the backward")
         seen = self._watch(bwd_chunk_id)

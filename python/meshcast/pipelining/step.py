@@ -102,7 +102,7 @@ class StepFeed:
         self._local = pieces.local and math.prod(self._grid) > 1
         self._specs = {"args": chunk_specs[0], "kwargs": chunk_specs[1]}
         self._pieces: set[str] = set()  # the kinds that come as micro-batches
-        # Of each kind one of the whole batch, or one for each micro-batch.
+        # One value of each kind for the whole batch, or one for each micro-batch.
         self._given: dict[str, list[Values]] = {}
         for kind, whole, cut_already, is_here in (
             ("args", call.args or None, pieces.args, stage.is_first),
@@ -445,7 +445,7 @@ class StepFeed:
             key = id(values) if values else -number - 1
             if key not in known:  # worth it: this runs for every micro-batch
                 shardings = self._sharded(number, values)
-                # DTensors compute what all ranks of the mesh do together.
+                # DTensors compute the result of all ranks of the mesh together.
                 parts = Fraction(1) if stage.use_dtensor else part_of(stage, stage.data_dims, shardings)
                 known[key] = part_of(stage, stage.loss_dims, shardings), parts
             of_loss.append(known[key][0])

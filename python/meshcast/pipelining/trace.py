@@ -93,7 +93,7 @@ def exposed_seconds(spans: Iterable[Span]) -> dict[int, float]:
     sent: dict[Action, float] = {}
     for span in spans:
         if span.action.kind.is_send:
-            # Of a value cut over several ranks the last part counts.
+            # The last part of a value cut over several ranks counts.
             sent[span.action] = max(sent.get(span.action, span.start), span.start)
     exposed: dict[int, float] = {}
     for span in spans:
@@ -245,7 +245,7 @@ class RecentTimes:
         for action, begin, end in trace.events:
             if action.kind.is_compute:
                 spent.setdefault(action.stage, {}).setdefault(action.kind, []).append(end - begin)
-        # The mean over the micro-batches: their sum is what a step takes.
+        # The mean over the micro-batches: their sum is the time of a step.
         self._steps.append(
             {stage: {kind: sum(each) / len(each) for kind, each in by.items()} for stage, by in spent.items()}
         )

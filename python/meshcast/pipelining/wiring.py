@@ -137,7 +137,7 @@ def _check_loss_dim(
     placement = value.layout.placements[dim]
     tokens = 1 if len(value.shape) > 2 else 0  # else dimension 1 is of features
     dims = [placement.dim % len(value.shape)] if isinstance(placement, Shard) else range(tokens + 1)
-    # Other dimensions of the mesh may cut the value as well: a data-parallel rank has its samples anyhow.
+    # Other dimensions of the mesh may cut the value, too: a data-parallel rank has its samples in any case.
     whole = _local_shape(stage, value, dim, Replicate())
     for along in dims if value.shape else ():
         part = _local_shape(stage, value, dim, Shard(along))
@@ -262,7 +262,7 @@ class EdgeTransfers:
         self._rank = stage.rank
         # A transfer there need not be over when it has been waited for: wait() orders the compute stream.
         self.on_gpu = stage.device.type == "cuda"
-        # Whether a receiver may have to pass values on to another.
+        # True if a receiver may have to pass values on to another.
         self.relays = any(len(each.layout.ranks) > 1 for each in deliveries)
 
     def send(self, tensors: Sequence[torch.Tensor], timeout: float) -> Handle[Any]:
@@ -403,7 +403,7 @@ def connect(
         board.publish(f"{topic}checked", True)
         board.collect(f"{topic}checked", bool)
     except MeshcastError as error:
-        if isinstance(error, DeadlineExceededError):  # who is missing knows of nothing
+        if isinstance(error, DeadlineExceededError):  # a missing rank knows of nothing
             raise
         raise Refused(error) from error
     ways = {index: _way(stage, inferred[index], values) for index, stage in stages.items()}

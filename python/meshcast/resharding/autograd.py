@@ -130,7 +130,7 @@ class _Visit:
                 raise
             waits = any(local is not None for local in incoming)
             if not waits:
-                # Sent when this has returned, while autograd may keep the same memory as somebody's .grad.
+                # Sent when this has returned, while autograd may keep the same memory as a .grad.
                 outgoing = [
                     local.clone() if local is not None and _shares(local, grads[i]) else local
                     for local, i in zip(outgoing, compiled.differentiable, strict=True)
@@ -169,7 +169,7 @@ class _Reshard(torch.autograd.Function):
         ctx.visit, ctx.chain = visit, chain
         ctx.has_input = [isinstance(x, DTensor) for x in xs]
         ctx.set_materialize_grads(False)
-        # Saved so that a second backward without retain_graph raises here as well, on every rank.
+        # Saved so that a second backward without retain_graph also raises here, on every rank.
         ctx.save_for_backward(token)
         compiled = visit.compiled
         ys, call = compiled.begin(xs, visit.timeout, driven=visit.driven)
@@ -203,8 +203,8 @@ class _Reshard(torch.autograd.Function):
 def _apply(token: torch.Tensor, visit: _Visit, chain: _Chain | None, xs: Sequence[Any]) -> tuple[Any, ...]:
     if torch._C._are_functorch_transforms_active():
         return _Reshard.apply(token, visit, chain, *xs)
-    # The same without a look for what a transform of torch.func has left behind, which is no DTensor. The
-    # look costs 2 us.
+    # The same without a check for what a transform of torch.func has left behind, which is no DTensor. The
+    # check costs 2 us.
     return super(torch.autograd.Function, _Reshard).apply(token, visit, chain, *xs)
 
 

@@ -215,7 +215,7 @@ class TensorMove:
     def outgoing(self, local: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the source as the transfer is given it."""
         local = local.detach()
-        if type(local) is not torch.Tensor:  # plain ones, nearly all, need no look
+        if type(local) is not torch.Tensor:  # plain ones, nearly all, need no check
             local = settled(local)
         if self.reduction is not None:
             local = self.reduction.run(local)
@@ -474,7 +474,7 @@ def compile_call(
         raise LayoutError("some tensors are on cpu and some on cuda; move them in separate calls")
     problems = [move.problem for move in moves]
     if not any(move.takes_part for move in moves):
-        parent.private(ranks_of(problems))  # the ranks must exist here as well
+        parent.private(ranks_of(problems))  # the ranks must also exist here
         return Compiled(moves, None)
     backward = [move.gradient.problem for move in moves if move.gradient is not None]
     transfer = (kept_transfer if kept else PersistentTransfer)(

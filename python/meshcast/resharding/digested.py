@@ -96,7 +96,7 @@ class Digested:
                         f"{dtype}"
                     )
                 dtypes[name] = dtype
-            move = compile_move(self._parent.rank, source, destination)  # checks both as well
+            move = compile_move(self._parent.rank, source, destination)  # also checks both
             if not self._inside:
                 self._shells.append(move.allocate())
         here = isinstance(out, DTensor) and self._parent.rank in out.device_mesh.mesh

@@ -93,12 +93,12 @@ def _rate_of(
         for pair, nbytes in zip(pairs, bytes_of, strict=True):
             _move(pair, nbytes, group)
         ended = gather_facts((time.perf_counter() - begin,), group)
-        # A pair is through when its last receiver is.
+        # A pair is complete when its last receiver is.
         last = [max(ended[rank][0] for rank in receivers) for _, receivers in pairs]
         if repeat >= 0:
             for times, now in zip(taken, last, strict=True):
                 times.append(now)
-        elif repeat == -1:  # the first transfer connected, this one tells how large the measured ones are
+        elif repeat == -1:  # the first transfer connected, this one sets the size of the measured ones
             rates = [nbytes / now for nbytes, now in zip(bytes_of, last, strict=True)]
             bytes_of = [int(min(max(rate * seconds, _PROBE_BYTES), _MOST_BYTES)) for rate in rates]
     return [max(int(n / statistics.median(times)), 1) for n, times in zip(bytes_of, taken, strict=True)]

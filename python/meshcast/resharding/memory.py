@@ -120,7 +120,7 @@ def storage_of(tensor: torch.Tensor) -> int:
     """The address of the storage. Tensors of different storages have version counters of their own; views of
     one have one, which counts what is written to any of them."""
     tensor = settled(tensor)
-    # What has no storage of its own is refused, but maybe later.
+    # Tensors without a storage of their own are refused, but maybe later.
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 

@@ -422,7 +422,7 @@ def _places(
     """Returns what names the ranks of a call that was refused here."""
     if compiled is not None:
         return compiled.layouts
-    if dead is None:  # where it is not known who is lost, it is not known which of these ranks wait
+    if dead is None:  # if the lost rank is unknown, so is which of these ranks wait
         return [None]
     return [place for x, goal in zip(xs, goals, strict=True) for place in places_called(x, goal.mesh, dead)]
 

@@ -37,7 +37,7 @@ _OLD_FORM = (
     "meshcast.Resharder(src_spec, dst_spec) is deprecated: write Resharder(src_spec, dst_spec.mesh, "
     "dst_spec.placements, dtype=dst_spec.dtype, group=group), as for meshcast.reshard"
 )
-_NO_SPEC = object()  # None is what something else than a DTensor has
+_NO_SPEC = object()  # None is that of anything else than a DTensor
 
 
 class Resharder:
@@ -148,7 +148,7 @@ class Resharder:
         except Exception as error:  # of this rank alone, where it has no GPU: the others raise as they call
             raise_refused(error, _OP, places_called(x, mesh), group, timeout)
         self._known_spec: Any = _NO_SPEC  # the spec object that the last source came with
-        self._known_out: Any = _NO_SPEC  # likewise the last `out`
+        self._known_out: Any = _NO_SPEC  # that of the last `out`
         self._reverse: Resharder | None = None
 
     def __repr__(self) -> str:

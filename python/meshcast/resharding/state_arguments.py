@@ -64,10 +64,10 @@ class Given:
     strict: bool = True
     strategy: str = "auto"
     topology: Topology | None = None
-    lost: tuple[tuple[int, int], ...] = ()  # (number in layouts of what is held, what messages call it)
+    lost: tuple[tuple[int, int], ...] = ()  # (number in layouts of what is held, its name in messages)
     numbers: Mapping[int, int] | None = None  # of ranks in what is held, by their numbers there
     own: Any = ()  # names, or a function of the name: entries of which each rank has its own
-    loaded: Any = None  # {name: [(box, tensor)]}, beside what is held
+    loaded: Any = None  # {name: [(box, tensor)]}, in addition to what is held
 
 
 @dataclass
@@ -569,7 +569,7 @@ class Current:
             plain = not isinstance(given[name], DTensor)
             for owner in owners:
                 tensor = _tensor_of(owner)
-                # In the place of FSDP2's shards a module has the whole parameters now and then.
+                # A module has the whole parameters instead of FSDP2's shards now and then.
                 if tensor is not None and isinstance(tensor, DTensor) != plain:
                     if _memory(tensor) != memories[name]:
                         moved[name] = tensor.detach()

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "Digests", "Kept", "Known", "check_twins", "check_whole", "torn"]
 
 
-_PAUSE = 0.0002  # seconds between two looks at whether a GPU is through
-# Bytes that a compiled plan takes, about: for each tensor what Python keeps of it, for each box of each task
-# and message what C++ does.
+_PAUSE = 0.0002  # seconds between two checks whether a GPU is done
+# Bytes that a compiled plan takes, about: of Python for each tensor, of C++ for each box of each task and
+# message.
 _PER_TENSOR, _PER_TASK, _PER_PIECE, _PER_HOP = 4000, 400, 400, 60
 
 
@@ -52,7 +52,7 @@ class Batch:
         self._device_types = moves[0].device_types
         self._rank = rank = parent.rank
         self._sides = [(rank in move.problem.src.ranks, rank in move.problem.dst.ranks) for move in moves]
-        self._call: Call | None = None  # since wait_for_turn(), what was started
+        self._call: Call | None = None  # the call that was started, since wait_for_turn()
         self._transfer: PersistentTransfer | None = None  # None on a rank that takes no part
         self._reductions: dict[str, Reduction] = {}  # of sources, before they travel
         problems = [move.problem for move in moves]
@@ -73,7 +73,7 @@ class Batch:
                 parent, problems, OP, options, device_types=self._device_types, casts=casts
             )
         else:
-            parent.private(ranks_of(problems))  # the ranks must exist here as well
+            parent.private(ranks_of(problems))  # the ranks must also exist here
 
     @property
     def nbytes(self) -> int:
@@ -144,7 +144,7 @@ class Batch:
             nans = None if digests is None else [nans_of(move.problem.dtype) for move in self.moves]
             call = self._call = self._transfer.launch(sources, targets, left, driven=True, nans=nans)
         try:
-            try:  # beside the transfer, which reads the same memory
+            try:  # during the transfer, which reads the same memory
                 self._observe(digests, "src", sources)
             finally:
                 if call is not None:
@@ -197,7 +197,7 @@ def _end_on_gpu(call: Call, deadline: float) -> None:
                 elapsed=time.monotonic() - begin,
             )
         time.sleep(_PAUSE)
-    call.wait()  # raises what failed meanwhile
+    call.wait()  # raises an error that came meanwhile
 
 
 def _batches(

@@ -240,7 +240,7 @@ class StateRun:
         self.key: Any = None
         self.version = _NONE
         self.memory = memory
-        self.kept: dict[int, Known] = {}  # by conversation, what earlier calls of this kind have left
+        self.kept: dict[int, Known] = {}  # by conversation, left by earlier calls of this kind
         self.result = ReshardedState()
         self.batches: Sequence[Batch] = ()
         self.made: list[Call] = []
@@ -447,7 +447,7 @@ class Conversation:
             changed = self.rows.read(topic, [other for other, row in rows.items() if row.values], deadline)
             known.values.update({other: unpack(_Values, theirs) for other, theirs in changed.items()})
             return known
-        # Of ranks with one digest only the first posts its text; one without a digest posts its own.
+        # Only the first of the ranks with one digest posts its text; one without a digest posts its own.
         first: dict[tuple[int, int], int] = {}
         speakers = {
             other: first.setdefault((row.low, row.high), other) if row.low or row.high else other
@@ -585,7 +585,7 @@ class Repeated:
         self._like: dict[str, Any] = {}  # of its entries, by their names in the state_dict
         self._outs: dict[str, Any] = {}
         self._into: dict[str, Any] = {}  # outputs among the destinations
-        self._kept: dict[int, Known] = {}  # by conversation: calls beside others have their own
+        self._kept: dict[int, Known] = {}  # by conversation: concurrent calls have their own
 
     def prepared(
         self,
@@ -604,7 +604,7 @@ class Repeated:
         run = StateRun(self._rank, given, version, op=op, again=again, memory=memory, wrong=wrong)
         if run.call is not None and again is None:
             self._key, self._kept = run.key, {}
-            # Weights that it has sent are none of its business any longer.
+            # Weights that it has sent do not concern it any longer.
             self._call = replace(run.call, tensors={}, outs={})
             self._like = {old: likeness(x) for old, x in (state or {}).items() if not is_carried(x)}
             self._outs = {name: _place(x) for name, x in run.call.outs.items()}

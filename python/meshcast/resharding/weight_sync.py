@@ -44,7 +44,7 @@ __all__ = ["Buffer", "Buffers", "WeightProgress", "WeightStats", "WeightSync"]
 
 
 _OP = "WeightSync"
-_LOOK = 0.25  # seconds between two looks for ranks that have exited
+_LOOK = 0.25  # seconds between two checks for ranks that have exited
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Buffers:
         self._current: Buffer | None = None  # that is served
         self._newest: Buffer | None = None  # whole, and not yet served
         self._claimed: Buffer | None = None  # that a version is to arrive in
-        self._refused: Exception | None = None  # of the last push, for the next take() to tell
+        self._refused: Exception | None = None  # of the last push, for the next take() to raise
         self._ended: MeshcastError | None = None
         self._changed = threading.Condition()
 
@@ -107,7 +107,7 @@ class Buffers:
         """The buffer for the next version. One at a time."""
         with self._changed:
             free = [each for each in self._buffers if each is not self._current] or self._buffers
-            # A whole version that nobody has taken gives way where the other one is being served.
+            # A whole version that has not been taken gives way if the other one is being served.
             self._claimed = next((each for each in free if each is not self._newest), free[0])
             return self._claimed
 
@@ -341,7 +341,7 @@ class _Side:
                         self._moved(None, self._wait_for_push())
                 except Exception as error:
                     log.warning("rank %d: %s: %s", self.parent.rank, _OP, error)
-                    if not self.buffers.over:  # the next pull raises it, and pushes go on
+                    if not self.buffers.over:  # the next pull raises it, and pushes continue
                         self.buffers.refuse(error)
 
     def _wait_for_push(self) -> float:
@@ -449,7 +449,7 @@ class _Side:
         notified.wait(_TELL)
 
 
-_JOIN = 2.5  # seconds that a version on its way gets when this rank ends
+_JOIN = 2.5  # seconds that a version in flight gets when this rank ends
 _LARGEST = (1 << 62) - 1  # version
 
 
@@ -658,7 +658,7 @@ class WeightSync:
         self._side.join(_JOIN)
         self._parent.at_end.pop(self._name, None)
         self._parent.drop_twin(self._name, limit)
-        self._side.join(_JOIN)  # a version that was on its way for longer is aborted by now
+        self._side.join(_JOIN)  # a version in flight for longer is aborted by now
 
     def __enter__(self) -> Self:
         return self

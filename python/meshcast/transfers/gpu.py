@@ -96,7 +96,7 @@ def own_offer(device: int) -> GpuOffer:
             wants=wanted,
             reaches=_reachable(device),
             no_nccl=no_nccl,
-            no_ipc="" if wanted == NCCL else _C.cuda_ipc_obstacle(device),  # the look takes memory of the GPU
+            no_ipc="" if wanted == NCCL else _C.cuda_ipc_obstacle(device),  # it takes memory of the GPU
         )
     except Exception as error:  # of CUDA; the other ranks must learn of it
         return GpuOffer(obstacle=str(error))
@@ -395,8 +395,8 @@ class GpuMedium(Medium):
             raise LayoutError(CAPTURED)
 
     def bring(self, call: _C.MediumCall, src: Shards, dst: Shards, *, reverse: bool) -> tuple[Shards, Shards]:  # noqa: ARG002
-        # In the caller's thread: what its stream holds now is what the transfer comes behind, however much
-        # later it is started.
+        # In the caller's thread: the transfer comes behind the current work of its stream, even if it is
+        # started much later.
         call.brought = _Mark((*src, *dst))
         return src, dst
 

@@ -72,7 +72,7 @@ class Running(Protocol):
     def is_completed(self) -> bool: ...
     def is_settled(self) -> bool: ...  # it runs, or has failed
     def when_settled(self, call: Callable[[], None]) -> None: ...
-    def make_final(self) -> None: ...  # it does not begin once more in another generation of its group
+    def make_final(self) -> None: ...  # it does not begin again in another generation of its group
     def figures(self) -> dict[str, Any] | None: ...  # None before it was started
 
 
@@ -188,7 +188,8 @@ class Handle(Generic[T]):
             else:
                 self._call.work.get_future().add_done_callback(finish)
 
-        # What settles a call later is the thread that brings its group up, which callbacks may wait for.
+        # A call that settles later is settled by the thread that brings its group up, for which callbacks may
+        # wait.
         if self._call.is_settled():
             chain()
         else:
@@ -235,7 +236,7 @@ class _Future(torch.futures.Future[T]):
         self._call = call
 
     def wait(self) -> T:
-        with suppress(MeshcastError):  # which the future has as well, maybe with more to say
+        with suppress(MeshcastError):  # the future has it, too, maybe with more details
             self._call.wait()
         return super().wait()
 

@@ -211,7 +211,7 @@ class Statistics:
         return self._core.traffic(self._work)
 
 
-Started = tuple[Any, Statistics]  # a work, and what it tells
+Started = tuple[Any, Statistics]  # a work, and its statistics
 
 
 class Medium(ABC):

@@ -61,8 +61,8 @@ class CudaCopies:
         to_host = pairs[0][0].is_cpu
         stream = self._stream(device, to_host)
         event = torch.cuda.Event()
-        # In inference mode, tensors that were made in it may be written as well as others. device() comes
-        # first: stream() alone puts a thread back on a GPU that it has never used, which then gets a context.
+        # In inference mode, tensors may be written whether made in it or not. device() comes first: stream()
+        # alone puts a thread back on a GPU that it has never used, which then gets a context.
         with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(stream):
             stream.wait_event(after)
             for to, from_ in pairs:
@@ -149,10 +149,10 @@ def _succeeded(call: _C.Call) -> bool:
     return True
 
 
-# Seconds between two looks at whether the GPU has copied the source: short for a GPU that is idle, longer
-# for one that has other work to do first.
+# Seconds between two checks whether the GPU has copied the source: short for a GPU that is idle, longer for
+# one that has other work to do first.
 _SHORT_PAUSE, _LONG_PAUSE = 20e-6, 500e-6
-_CAUSE_PAUSE = 0.02  # seconds between two looks in the store for a reason to give up
+_CAUSE_PAUSE = 0.02  # seconds between two checks of the store for a reason to give up
 
 
 class HostStaging:
@@ -323,7 +323,7 @@ class LandingWork:
                 except Exception as error:
                     self._problem = self._failed(error)
                     raise self._problem from error
-                self._pairs.clear()  # of the staging as well, which lives until the pool has looked at it
+                self._pairs.clear()  # also of the staging, which lives until the pool has checked it
             return self._landed
 
     def _failed(self, error: Exception) -> MeshcastError:
@@ -362,7 +362,7 @@ class PinnedMedium(Medium):
             pool = PinnedPool(copies.pinned)
             group.attach("pinned", pool)
         staging = call.brought = HostStaging(copies, pool, call, group.rank, src, dst, on_gpu)
-        if call.driven:  # who waits anyhow spares the group's thread, and others the wait for its lock
+        if call.driven:  # a waiting caller spares the group's thread, and others its lock
             try:
                 staging.leave(group.cause)
             except MeshcastError as error:

@@ -138,7 +138,7 @@ class PersistentTransfer:
             return PinnedMedium(self._group, self._device_types)
         from .gpu import GpuMedium
 
-        # Of both directions: in a backward, ranks may come by too late to make one.
+        # For both directions: in a backward, ranks may come by too late to make one.
         lanes = (self._lane,) if self._backward is None else (self._lane, REVERSE_LANE)
         return GpuMedium(self._group, lanes, _types(self.problems, self._backward, casts))
 

@@ -347,7 +347,7 @@ def measured(
         else:
             found.links[place] = max(found.links.get(place, 0.0), middle)
     for stage in stages:
-        if stage.is_whole:  # what I takes beyond B, or below it, is noise
+        if stage.is_whole:  # a difference between I and B is noise
             numbers = found.stages[stage.stage_index]
             numbers |= {"I": numbers["B"], "W": 0.0}
     return found
@@ -389,7 +389,7 @@ def _held(schedule: _OneByOne, stage: PipelineStage, found: dict[str, float]) ->
                 return
             batch = schedule._feeds[stage.stage_index].arguments(0) if stage.is_first else []
             there = _storages(tree_leaves(batch))
-            # FSDP2 gathers parameters as it goes, so what they are is known only when something is kept.
+            # FSDP2 gathers parameters as it goes, so they are known only when something is kept.
             with kept_bytes(stage.submod, there, parameters_move=stage.accumulates) as sizes:
                 yield
             outputs = stage.ways[0].outputs if stage.ways else None
@@ -495,7 +495,7 @@ def as_before(stages: Sequence[PipelineStage]) -> Iterator[None]:
     gradients = [parameter.grad for parameter in parameters]
     whole = [stage.is_whole for stage in stages]
     for stage in stages:
-        stage.is_whole = False  # which measuring finds out; it warns of an order that nobody asked for
+        stage.is_whole = False  # set by measuring, whose warning is about an order that was not requested
     for parameter in parameters:
         parameter.grad = None
     try:

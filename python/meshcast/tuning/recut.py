@@ -37,7 +37,7 @@ __all__ = ["RebalanceRequest", "Recut", "RunningPipeline", "agreed_cut", "all_we
 
 _SIMULATED = 300  # cuts at most: training waits for it
 _COMPARED = 8  # cuts, the fastest of the search, whose moves are planned
-_UNKNOWN = 1.0  # what every layer costs where nothing is known of them
+_UNKNOWN = 1.0  # the cost of every layer, if none is known
 
 
 @dataclass(frozen=True)
@@ -454,6 +454,6 @@ def _slowest(stages: Sequence[Sequence[StageTimes]]) -> dict[str, Any]:
     return {
         "forward": [max(each.forward for each in ranks) for ranks in stages],
         "backward": [max(each.backward for each in ranks) for ranks in stages],
-        # Of a schedule that splits backwards, a stage that is not split computes all of it early.
+        # In a schedule that splits backwards, a stage that is not split computes all of it early.
         "weight": [max(each, default=0.0) for each in late] if any(late) else None,
     }

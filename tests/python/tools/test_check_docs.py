@@ -60,6 +60,25 @@ def test_texts_of_the_package_are_read() -> None:
     assert check_docs.words_of_source('fail("the call goes on");  // it goes on\n') == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "python"),
+    [
+        ("int a;\n// It is on\n// its way. `nobody`\n", False),
+        ('char a = \'"\';\nint b; // on its way "\nf("http://nobody");\n', False),
+        ("a = 1\n# It is on\n# its way. `nobody`\n", True),
+        ("a = '# nobody'\nb = 2  # on its way\n", True),
+    ],
+)
+def test_comments_are_read(text: str, python: bool) -> None:
+    assert check_docs.words_of_comments(text, python) == [(2, "on its way")]
+
+
+@pytest.mark.parametrize(("mark", "python"), [("//", False), ("#", True)])
+def test_sentences_of_comments_begin_with_a_subject(mark: str, python: bool) -> None:
+    text = f"{mark} What a peer sent. What it holds is freed.\n"
+    assert check_docs.words_of_comments(text, python) == [(1, "What")]
+
+
 def test_the_table_for_contributors_has_the_same_words() -> None:
     text = (check_docs.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for words, plainer in check_docs.WORDS.items():
