@@ -324,7 +324,9 @@ def check_entries(entries: Mapping[str, Any], remedy: str = "") -> None:
             )
 
 
-def run(parent: ParentGroup, conversation: Conversation, deadline: float, given: Given | Exception) -> ReshardedState:
+def run(
+    parent: ParentGroup, conversation: Conversation, deadline: float, given: Given | Exception
+) -> ReshardedState:
     """Makes one call among all ranks. An error instead of arguments is raised here, and reported to the
     others."""
     if isinstance(given, Exception):
