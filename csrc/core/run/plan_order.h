@@ -15,9 +15,9 @@ inline constexpr int32_t kRecvsAhead = 8;
 inline constexpr int32_t kSendsAhead = 8;
 
 // If a plan relays nothing, receives have no such limit: ranks that share a NIC do not know of each other, and
-// one that waits for its turn there delays others. Sends have a wide one: if all peers of a rank share its NIC
-// at once, they do so by chance, and those of a host that gets less end late. They have none on a NIC that
-// sends clearly longest, which must never wait for a busy receiver while it has data for another.
+// one that waits for its turn there delays others. Sends have a wide one: if a rank sends to all peers at once,
+// they share its NIC by chance, and those of a host that gets less end late. They have none on a NIC that sends
+// clearly longest, which must never wait for a busy receiver while it has data for another.
 inline constexpr int32_t kDirectSendsAhead = 16;
 
 // Keeps one direction of a run in plan order across its peers. Senders do not know of each other: if every

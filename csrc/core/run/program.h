@@ -105,8 +105,8 @@ struct Program {
   bool copies_are_small = true;  // made by the caller of a start
   int32_t network_recvs = 0;
   int32_t network_sends = 0;
-  bool relayed = false;        // some chunk of the plan is forwarded from one host to another
-  bool sends_longest = false;  // only without relays: the run waits for this rank's NIC
+  bool relayed = false;                // some chunk of the plan is forwarded from one host to another
+  bool sends_longest = false;          // only without relays: the run waits for this rank's NIC
   std::vector<int32_t> carried_sends;  // by RecvOp::carry: sends that need it
   int32_t most_carried = 0;            // buffers for them, see carries.h
   int64_t bytes_sent = 0;
