@@ -25,7 +25,7 @@ class PerProcess {
     return found->thing;
   }
 
-  // Null where there is none, and in a forked child.
+  // Null if there is none, and in a forked child.
   T* there() {
     Kept* const found = kept_.load();
     return found && !found->origin.foreign() ? &found->thing : nullptr;
@@ -56,7 +56,7 @@ class OfProcess {
     return found;
   }
 
-  // Null where there is none, and in a forked child.
+  // Null if there is none, and in a forked child.
   std::shared_ptr<T> there() {
     const std::shared_ptr<State> simulated = simulated_state();
     State* const state = simulated ? simulated.get() : state_.there();

@@ -67,7 +67,7 @@ class AgreedPlan : public std::enable_shared_from_this<AgreedPlan> {
   // The number of its earlier runs. The caller that starts a run counts it, in the same way on all ranks.
   int64_t next_run() { return runs_++; }
 
-  // Throws Error where there is no backward.
+  // Throws Error if there is no backward.
   PlanDirection& direction(bool reverse) const;
   RunLabel label(bool reverse, int64_t ordinal) const;
 

@@ -15,8 +15,8 @@ namespace meshcast {
 // agreement is dropped first, and frees its slot.
 //
 // Each rank begins its calls in the same order, and this changes only as a call begins, once it is certain to
-// begin. So all ranks remember and forget the same descriptors at the same calls, whatever else they have
-// queued, refused or dropped.
+// begin. So all ranks remember and forget the same descriptors at the same calls, even if they have queued,
+// refused or dropped different ones.
 class Agreements {
  public:
   explicit Agreements(size_t most) : most_(most) {}

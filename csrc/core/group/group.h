@@ -70,10 +70,10 @@ class Attachment {
 class Refusal;
 
 // The ranks of both meshes of a transfer, over all generations of their connections. It counts calls per lane,
-// the same on all ranks, and begins them in that order: at once in the caller's thread where nothing has to be
-// waited for, else in a control thread, which also meets the other ranks at the first use. All groups of a
-// process share these threads, and a thread that waits is replaced: no order in which ranks meet groups can
-// block them, and a group that waits for a rank does not delay others.
+// the same on all ranks, and begins them in that order: at once in the caller's thread if they need not wait,
+// else in a control thread, which also meets the other ranks at the first use. All groups of a process share
+// these threads, and a thread that waits is replaced: no order in which ranks meet groups can block them, and a
+// group that waits for a rank does not delay others.
 //
 // A call that a rank refused while others were in it ends a generation of the group; calls behind it begin in
 // the next, for which the ranks meet again as they come to them.
@@ -117,8 +117,8 @@ class Group : public std::enable_shared_from_this<Group> {
   bool is_up() const { return core() != nullptr; }
   bool was_used() const;      // it is up, or a call was ever counted: it may be between two generations
   bool is_untouched() const;  // it is neither up nor on the way there
-  // A refused call has ended this generation, as the store knows: the others may meet for the next, where this
-  // rank is not on the way there.
+  // Whether a refused call has ended this generation, according to the store: the others may meet for the next,
+  // while this rank does not.
   bool is_over() const;
   // The number of the ranks' current connections; a refused call may end them.
   int64_t generation() const { return generations_; }

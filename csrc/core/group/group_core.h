@@ -36,9 +36,9 @@ struct StartedCall {
   double timeout_seconds = 0;
 };
 
-// One private group: the ranks that take part in a transfer, with connections of their own that no user
-// operation shares. Owns the engine that runs programs and the watcher that ends them when something breaks.
-// Thread-safe; start() blocks on other ranks only behind a refused call, to its own limit at most.
+// One private group: the ranks that take part in a transfer, with connections that no operation of a user
+// shares. Owns the engine that runs programs and the watcher that ends them when something breaks. Thread-safe;
+// start() blocks on other ranks only behind a refused call, to its own limit at most.
 class GroupCore : public GroupBase {
  public:
   // network: between hosts; a rank of it is a position in the group.

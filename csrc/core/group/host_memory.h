@@ -47,8 +47,8 @@ class HostMemory {
   std::shared_ptr<LocalTransport> transport_;
   std::string offer_;
   std::vector<int32_t> group_;
-  std::vector<int32_t> ranks_;  // of this host; empty where no memory is used
-  std::string outcome_;         // of this rank; "" where it has connected
+  std::vector<int32_t> ranks_;  // of this host; empty if no memory is used
+  std::string outcome_;         // of this rank; "" if it has connected
   std::string obstacle_;
 };
 

@@ -145,7 +145,7 @@ struct RefusedMeeting {
 };
 
 // Ends a meeting for all ranks, without waiting for them: this one has refused the call that they meet for, or,
-// where `what` is empty, has run out of something.
+// if `what` is empty, has run out of a resource.
 RefusedMeeting refuse_meeting(const std::shared_ptr<BoardStore>& store, int32_t rank, const std::string& what,
                               const std::string& why);
 

@@ -106,7 +106,7 @@ class OpenRefusals : public std::enable_shared_from_this<OpenRefusals> {
   void tell_left();
   void forget_closed();
   bool is_closed() const;
-  std::shared_ptr<Site> site() const;  // throws where it is closed
+  std::shared_ptr<Site> site() const;  // throws if it is closed
   std::vector<Meeting> others_meetings() const;
   void write_meetings();
   Conversation conversation() const;

@@ -129,7 +129,7 @@ bool Transfer::wait_until_tried(TimePoint limit) {
 
 Start::Start(std::shared_ptr<Transfer> transfer, std::shared_ptr<CallNumber> number, double timeout_seconds,
              bool reverse, std::string op)
-    // A backward has the ordinal of its forward, in a lane of its own.
+    // A backward has the ordinal of its forward, in the lane of backwards.
     : Command(reverse ? AgreedPlan::kReverseLane : transfer->lane,
               reverse ? std::optional(number->ordinal) : std::nullopt, deadline_after(timeout_seconds), true),
       group_(transfer->group),

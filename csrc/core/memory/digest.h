@@ -16,8 +16,8 @@ struct DigestNans {
 };
 
 // Two sums over all elements, of word * weight(position), each modulo 2^32: one in the upper half, one in the
-// lower. A word has 2 bytes and a sign, or one byte where elements have one. Added half by half, the sums over
-// the parts of a tensor give the sums of the tensor, however it is cut.
+// lower. A word has 2 bytes and a sign, or one byte if elements have one. Added half by half, the sums over the
+// parts of a tensor give the sums of the tensor, however it is cut.
 //
 // A weight is the product of two odd numbers, of the position in a block of 4096 words (16 bits) and of the
 // block (32 bits). So a change of one word is always detected, and so is an exchange of two different words of

@@ -46,7 +46,7 @@ inline constexpr int32_t kPatience = 16;
 // The most staging of any rank (see staging.h) if the hops of a draft are executed.
 int64_t peak_staging(const std::vector<Problem>& problems, const std::vector<Task>& tasks, const Draft& draft);
 
-// The most hops a plan may have, whatever the tensor.
+// The most hops of any plan.
 inline constexpr int64_t kMaxHops = int64_t{1} << 22;
 
 // Cuts bundles into chunks and routes into hops.

@@ -184,7 +184,7 @@ bool rotates_first(const Inputs& in) {
   return sends > kRetryHops;
 }
 
-// Whether every box goes to one rank: strategies then differ in who sends it and in the order of their hops.
+// Whether every box goes to one rank: strategies then differ in the senders and in the order of their hops.
 bool goes_to_one(const Inputs& in) {
   return std::all_of(in.bundles.begin(), in.bundles.end(), [&](const Bundle& bundle) {
     const Task& task = in.lead(bundle);

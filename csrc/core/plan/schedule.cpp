@@ -48,7 +48,7 @@ struct Port {
 //   t = 0.0   hops 0 and 2 are ready on one pair of ports; equal in all else, the lower index goes: hop 0
 //   t = 1.0   out of A and into B are free again: hop 2 starts
 //   t = 1.1   hop 0 has arrived, so hop 1 is ready: it starts, while B takes in hop 2
-//   t = 2.1   hop 2 has arrived and B's port out falls free: hop 3 starts
+//   t = 2.1   hop 2 has arrived and B's port out is free: hop 3 starts
 //   t = 3.2   hop 3 has arrived. The makespan is 1 s to fill the chain, 2 s of hops and 0.2 s of latency.
 class ListScheduler {
  public:

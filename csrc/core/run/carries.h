@@ -13,7 +13,7 @@ namespace meshcast {
 // is bounded, so only here does receiving wait for sending, and a cycle of full buffers has to be ruled out.
 // The receives that need one are numbered in plan order; number n may be posted as soon as fewer than `most` of
 // the n before it are still held. With most > M, where M is the most that this rank would hold if all hops were
-// done one after the other in plan order, there is no deadlock, whatever the chains and their order:
+// done one after the other in plan order, there is no deadlock, for any chains in any order:
 //
 //   Take the first hop in plan order that is not complete (in the first run of its lane with such a hop; all
 //   ranks start the runs of a lane in one order). All hops before it are complete. So its sender has its data,

@@ -28,7 +28,7 @@ class LocalInChannel;
 class LocalTransport;
 class OutChannel;
 
-// Where a send of a run waits to be issued.
+// The place where a send of a run waits to be issued.
 struct SendTicket {
   OutChannel* channel = nullptr;
   int64_t position = 0;

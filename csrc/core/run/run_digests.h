@@ -16,7 +16,7 @@ namespace meshcast {
 // it is in the core's cache. A separate pass would read it from memory again. Thread-safe.
 class RunDigests {
  public:
-  // nans: by tensor; empty where no digest is taken.
+  // nans: by tensor; empty if no digest is taken.
   explicit RunDigests(std::vector<DigestNans> nans) : nans_(std::move(nans)), sums_(nans_.size()) {}
 
   bool taken() const { return !nans_.empty(); }

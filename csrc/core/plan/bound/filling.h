@@ -14,7 +14,7 @@ namespace meshcast {
 // receiver sends no sooner than that and the latency after it has begun. So at any time no more messages have
 // begun than if every host, from then on, sent over all its NICs without a break, and every message went to a
 // host that has none yet. Let t be the time at which the n-th message would begin then. Some host begins to
-// take in no sooner than t. From then on it takes in all b bytes, and the last one then takes the latency.
+// take in no sooner than t. From t on it takes in all b bytes, and the last one then takes the latency.
 //
 // Also take all bundles that one host gets and does not hold. Its ranks cannot copy before the host has a whole
 // chunk, which takes a hop and its latency. Until then only its NICs are busy.

@@ -227,7 +227,7 @@ void append_network_items(int32_t bundle, int64_t nbytes, const Parties& parties
   PortItem item;
   item.bundle = bundle;
   item.nbytes = nbytes;
-  // A receiver on a host that holds the box gets it locally, so its NIC may send as well as the holder's.
+  // A receiver on a host that holds the box gets it locally, so its NIC may send, like the holder's.
   std::vector<int32_t> emit, relay;
   for (const Party& party : parties.holders) {
     for (const int32_t r : party.ranks) emit.push_back(network.nic_out(network.nic(r)));
@@ -368,7 +368,7 @@ void append_copy_items(int32_t bundle, int64_t nbytes, const Parties& parties, c
   }
 }
 
-// Sums stay exact throughout: each item keeps its total(), whatever moves within it.
+// Sums stay exact throughout: bytes move only within an item, which keeps its total().
 void prefer_emitters(const Network& network, int64_t level, std::vector<PortItem>* items) {
   std::vector<int64_t> load(static_cast<size_t>(network.port_count()), 0);
   for (const PortItem& item : *items) {
@@ -417,15 +417,15 @@ void prefer_emitters(const Network& network, int64_t level, std::vector<PortItem
   }
 }
 
-// First fit in the order of ports. Balanced shares spread a relay's work thinly over many ports, so that
-// every chunk would take a tree of its own; packed, a few ports relay every chunk.
+// First fit in the order of ports. Balanced shares spread the relays' work thinly over many ports, so that
+// every chunk would take a different tree; packed, a few ports relay every chunk.
 void pack_relays(const Network& network, int64_t level, std::vector<PortItem>* items) {
   std::vector<int64_t> load(static_cast<size_t>(network.port_count()), 0);
   for (const PortItem& item : *items) {
     for (size_t k = 0; k < item.ports.size(); ++k) load[static_cast<size_t>(item.ports[k])] += item.share[k];
   }
   for (PortItem& item : *items) {
-    // Phase 1: relays give back all that they have; `left` is what has to find a place again.
+    // Phase 1: relays give up their shares; `left` is the sum to be placed again.
     int64_t left = 0;
     for (auto k = static_cast<size_t>(item.emitters); k < item.ports.size(); ++k) {
       left += item.share[k];
@@ -433,8 +433,7 @@ void pack_relays(const Network& network, int64_t level, std::vector<PortItem>* i
       item.share[k] = 0;
     }
     // Phase 2: at most one box on each port, since a second copy from the same port makes a bush out of a
-    // chain.
-    // What relays had before fits again without the first limit.
+    // chain. Without that limit, the rest fits as before.
     for (const int64_t most : {item.nbytes, INT64_MAX}) {
       for (auto k = static_cast<size_t>(item.emitters); k < item.ports.size() && left > 0; ++k) {
         int64_t& here = load[static_cast<size_t>(item.ports[k])];

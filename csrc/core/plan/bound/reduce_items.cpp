@@ -78,9 +78,9 @@ void ReduceCount::append(int64_t all, bool whole_results, std::vector<PortItem>*
   // them, so each has to be fetched from a different place. Values that few places have come first. A value is
   // wanted elsewhere if a place needs the result and does not have the value.
   //
-  // Example. Places A {0, 1}, B {1, 2}, C {2, 3}, D {3, 0}: counts of two, so Q is at least 2 of four values.
-  // 0 is with A and D, 2 with B and C: apart, two visits as well. If C had {2} and D {3} only, 2 (B, C) and 3
-  // (D) and 0 (A) would be apart: three visits, while the counts 2 + 2 still say two.
+  // Example. Places A {0, 1}, B {1, 2}, C {2, 3}, D {3, 0}: counts of two, so Q is at least 2 of four values. 0
+  // is at A and D, 2 at B and C: no place has both, so also two visits. If C had only {2} and D only {3}, no
+  // place would have two of 2 (B, C), 3 (D) and 0 (A): three visits, while the counts 2 + 2 still give two.
   const auto wanted = [&](const std::set<int32_t>& places) {
     return std::any_of(needing_.begin(), needing_.end(), [&](int32_t p) { return places.count(p) == 0; });
   };

@@ -70,7 +70,7 @@ Draft draft_timed(const Inputs& in, const PortDemand& demand, TreeStyle style) {
   Drafter drafter(in.tasks, in.problems, in.network);
   TreeBuilder trees(demand, in.network, style.fan);
   // Phase 1: the highest rate of each bundle, which is that of its slowest receiving host.
-  std::vector<int64_t> in_rate(in.bundles.size(), INT64_MAX);  // of the slowest host that takes in
+  std::vector<int64_t> in_rate(in.bundles.size(), INT64_MAX);  // of the slowest receiving host
   for (const PortItem& item : demand.items) {
     if (!item.into()) continue;
     int64_t rate = 0;

@@ -37,7 +37,7 @@ class TreeBuilder {
   };
   struct BundleItems {
     int32_t out = -1;                // indices into demand.items
-    std::vector<int32_t> in, local;  // by party, -1 where none
+    std::vector<int32_t> in, local;  // by party, -1 if none
     std::vector<int32_t> detour_in, detour_out;
     std::vector<int64_t> owed;  // by party, bytes that are still to come by detours
     bool detours = false;
