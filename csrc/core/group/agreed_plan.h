@@ -47,7 +47,7 @@ class PlanDirection {
 };
 
 // What the ranks of a group have agreed on: a plan, the plan of its backward if it has one, and the slot of its
-// messages, which the destructor frees. A start needs nothing else except its tensors. Thread-safe.
+// messages. The destructor frees the slot. A start needs nothing else except its tensors. Thread-safe.
 class AgreedPlan : public std::enable_shared_from_this<AgreedPlan> {
  public:
   // The lane of all backwards; that of a forward is given.

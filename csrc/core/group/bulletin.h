@@ -32,8 +32,7 @@ struct Cause {
   std::string text;
 };
 
-// The peer that an error of `rank` names: the rank that was lost, or that gave up unless it is `rank`; -1:
-// none.
+// The peer that an error of `rank` names: the rank that was lost, or that gave up unless it is `rank`; else -1.
 inline int32_t peer_in(const Cause& cause, int32_t rank) {
   const bool gave_up = cause.kind == static_cast<int32_t>(ErrorKind::Aborted) && cause.reporter != rank;
   return cause.peer < 0 && gave_up ? cause.reporter : cause.peer;

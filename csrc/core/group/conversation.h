@@ -49,7 +49,7 @@ class Conversation {
         crowd_(static_cast<int64_t>(std::max<size_t>(1, ranks / kNoCrowd))) {}
 
   // The error of a wait that came to its deadline. In its text, "{missing}" is replaced by the ranks that have
-  // said nothing, "{first}" for the first of them, and "{elapsed}" for the seconds of the wait.
+  // said nothing, "{first}" by the first of them, and "{elapsed}" by the seconds of the wait.
   struct Late {
     std::string text;
     std::string op;

@@ -117,10 +117,10 @@ class Group : public std::enable_shared_from_this<Group> {
   bool is_up() const { return core() != nullptr; }
   bool was_used() const;      // it is up, or a call was ever counted: it may be between two generations
   bool is_untouched() const;  // it is neither up nor on the way there
-  // Whether a refused call has ended this generation, according to the store: the others may meet for the next,
-  // while this rank does not.
+  // Whether a refused call has ended this generation, according to the store, and this rank does not yet meet
+  // for the next, as others may.
   bool is_over() const;
-  // The number of the ranks' current connections; a refused call may end them.
+  // Numbers the ranks' current connections; a refused call may end them.
   int64_t generation() const { return generations_; }
   std::shared_ptr<GroupCore> core() const;
 

@@ -20,7 +20,7 @@ void make_copies(Run& run, const std::function<void()>& between) {
   run.complete_ops(static_cast<int64_t>(copies.size()), 0);
 }
 
-// Names a start without memory or a thread as the cause: no caller knows what they were for.
+// Adds that a start ran out of memory or threads, which the error alone does not show.
 std::exception_ptr cause_of_start(const std::exception_ptr& error) {
   const auto named = [](const std::exception& found) {
     return std::make_exception_ptr(

@@ -82,8 +82,8 @@ class RunState {
   virtual void drive(TimePoint /*limit*/) noexcept {}
 
  protected:
-  // Releases the tensors, marks the end, and runs callbacks and wakes waiting threads, the last without the
-  // lock. `lock` holds mutex_. `tensors` frees nothing itself, see RecycleBin.
+  // Releases the tensors and marks the end; then, without the lock, wakes waiting threads and posts callbacks.
+  // `lock` holds mutex_. `tensors` frees nothing itself, see RecycleBin.
   void end(std::unique_lock<Mutex> lock, std::shared_ptr<void> tensors);
 
   // It has ended: wakes a thread in drive(). Called without the lock.

@@ -129,7 +129,7 @@ int64_t filling_bound_ns(const Plan& plan) {
   std::map<int32_t, Arrivals> hosts;
   for (size_t b = 0; b < bundles.size(); ++b) {
     const Task& lead = plan.tasks[static_cast<size_t>(bundles[b].tasks.front())];
-    // Reductions have another bound.
+    // This bound does not cover reductions.
     if (lead.reduce != ReduceOp::None || lead.receivers.empty() || bundles[b].nbytes == 0) continue;
     const Parties parties = find_parties(lead, network);
     if (parties.remote_hosts == 0) continue;

@@ -56,9 +56,9 @@ class ReduceCount {
   std::set<int32_t> needing_;
 };
 
-// With at least Q places to visit for all values, and R places that need the result and cannot make it alone: Q
-// - 1 hops bring the values together and R hops send the result, one less if a place may be both the last of
-// the first and the first of the second.
+// Let Q be the least number of places to visit for all values, and R the number of places that need the result
+// and cannot make it alone. Then Q - 1 hops bring the values together and R hops send the result, one less if a
+// place may be both the last of the first and the first of the second.
 void ReduceCount::append(int64_t all, bool whole_results, std::vector<PortItem>* out) const {
   // Phase 1: Q. Hosts are sorted by their number of values: however values overlap, the first k places give at
   // most the sum of the k largest counts, so a cover has at least as many places as that sum needs to reach

@@ -190,8 +190,7 @@ class DetourSearch {
       }
     }
 
-    // Phase 2: the ports as nodes, each with an edge to the sink, of the bytes that it can carry by `ns` in
-    // addition.
+    // Phase 2: the ports as nodes, each with an edge to the sink for the bytes that it can still carry by `ns`.
     std::map<int32_t, int32_t> node_of;  // port -> node
     for (const std::vector<size_t>* some : {&host.inside, &host.entering}) {
       for (const size_t i : *some)

@@ -79,7 +79,8 @@ Draft draft_timed(const Inputs& in, const PortDemand& demand, TreeStyle style) {
     int64_t& slowest = in_rate[static_cast<size_t>(item.bundle)];
     slowest = std::min(slowest, rate);
   }
-  // Phase 2: units. More of them follow the rates more closely, but limit how many chunks can be cut.
+  // Phase 2: units. More of them follow the rates more closely, but those of all chunks together must stay few
+  // enough to cut.
   int64_t chunks = 1;
   for (const Bundle& bundle : in.bundles) chunks += bundle.nbytes / in.chunk_bytes;
   const int64_t units = std::clamp(kUnitsInAll / chunks, kFewestUnits, kMostUnits);

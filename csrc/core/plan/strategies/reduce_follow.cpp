@@ -25,7 +25,7 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const ReduceWay& way, ReduceOp op)
     host->ranks.push_back(rank);
   };
   const auto elsewhere = [&](int32_t value,
-                             int32_t but) {  // number of other hosts of the chain with it
+                             int32_t but) {  // other hosts of the chain with it
     int32_t out = 0;
     for (const ReduceWay::Visit& visit : way.chain)
       out += visit.host != but && hosts_.at(visit.host).count(value) != 0;
