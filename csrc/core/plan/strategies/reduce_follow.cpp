@@ -24,8 +24,7 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const ReduceWay& way, ReduceOp op)
     taken[static_cast<size_t>(value)] = 1;
     host->ranks.push_back(rank);
   };
-  const auto elsewhere = [&](int32_t value,
-                             int32_t but) {  // other hosts of the chain with it
+  const auto elsewhere = [&](int32_t value, int32_t but) {  // other hosts of the chain with it
     int32_t out = 0;
     for (const ReduceWay::Visit& visit : way.chain)
       out += visit.host != but && hosts_.at(visit.host).count(value) != 0;
