@@ -9,22 +9,22 @@
 
 namespace meshcast::cuda {
 
-// One box on its way from a strided region to another, as a kernel sees it: loops around runs. A run is as
-// many elements as lie side by side in both regions, and is cut into pieces; a thread moves whole pieces, and
-// the pieces of a box are numbered in the order of the destination's memory, so that neighbouring threads
-// write neighbouring bytes. Made by visit_copies (launch_plan.h).
+// The copy of one box from a strided region to another, as a kernel sees it: loops around runs. A run is the
+// elements that are contiguous in both regions, and is cut into pieces; a thread moves whole pieces, and the
+// pieces of a box are numbered in the order of the destination's memory, so that neighbouring threads write
+// neighbouring bytes. Made by visit_copies (launch_plan.h).
 struct BoxCopy {
   const std::byte* from = nullptr;
   std::byte* to = nullptr;
   uint64_t run = 0;               // elements
   uint32_t pieces = 0;            // in all runs together; below 2^31
-  FastDivide pieces_per_run;      // every piece of a run but the last has the full size
+  FastDivide pieces_per_run;      // all pieces of a run except the last have the full size
   int ndim = 0;                   // loops, outermost first
   FastDivide extent[kMaxDims];    // NOLINT(*-avoid-c-arrays): a kernel parameter
   int64_t from_stride[kMaxDims];  // bytes
   int64_t to_stride[kMaxDims];
-  // The widest access, a power of two up to 16, that is aligned for every run (from, to), and the widest that
-  // also divides the length of a run (both sides): for what is less than a full piece.
+  // from, to: the widest access, a power of two up to 16, that is aligned for every run. tail: the widest that
+  // also divides the length of a run, on both sides; for pieces that are not full.
   uint8_t from_width = 1;
   uint8_t to_width = 1;
   uint8_t tail_width = 1;
@@ -36,7 +36,7 @@ struct Place {
   uint32_t count = 0;  // elements
 };
 
-// Where piece number `piece` lies; kFromBytes and kToBytes are the sizes of an element on either side.
+// The memory of piece number `piece`; kFromBytes and kToBytes are the sizes of an element on either side.
 template <int kFromBytes, int kToBytes, int kPiece>
 MESHCAST_HOST_DEVICE Place locate(const BoxCopy& box, uint32_t piece) {
   uint32_t row = box.pieces_per_run.quotient(piece);
@@ -50,7 +50,7 @@ MESHCAST_HOST_DEVICE Place locate(const BoxCopy& box, uint32_t piece) {
     to += index * box.to_stride[d];
     row = outer;
   }
-  if (box.ndim > 0) {  // what is left is the index of the outermost loop
+  if (box.ndim > 0) {  // the rest is the index of the outermost loop
     from += row * box.from_stride[0];
     to += row * box.to_stride[0];
   }

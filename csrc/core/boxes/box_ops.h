@@ -7,9 +7,9 @@
 #include "boxes/piece.h"
 #include "memory/combined.h"
 
-// What a thread does with a piece. An op has the sizes of an element on both sides, the elements of a full
-// piece, and load() and store(), between which a piece waits in Held. A piece that is not full moves in
-// store() alone, element by element.
+// The operations of a thread on a piece. An op has the sizes of an element on both sides, the elements of a
+// full piece, and load() and store(), between which a piece is kept in Held. A piece that is not full is moved
+// by store() alone, element by element.
 
 namespace meshcast::cuda {
 
@@ -28,7 +28,7 @@ MESHCAST_HOST_DEVICE void store_element(const Memory& memory, const T& value, st
   store_piece<static_cast<int>(sizeof(T))>(memory, piece, to, width);
 }
 
-// Bytes as they are: an "element" is a byte here, so that runs begin and end anywhere.
+// Copies bytes: an "element" is a byte here, so that runs may begin and end anywhere.
 struct CopyOp {
   static constexpr int kFromBytes = 1;
   static constexpr int kToBytes = 1;
@@ -40,7 +40,7 @@ struct CopyOp {
                                  Held* held) const {
     if (place.count == kPiece) {
       *held = load_piece<kPiece>(memory, place.from, box.from_width);
-    } else if (place.count == box.tail_width) {  // one access: elements that lie alone
+    } else if (place.count == box.tail_width) {  // one access: isolated elements
       *held = load_one(memory, place.from, box.tail_width);
     }
   }
@@ -82,7 +82,7 @@ struct CopyOp {
   }
 };
 
-// Floating-point numbers into another format.
+// Casts floating-point numbers to another format.
 template <typename From, typename To>
 struct CastOp {
   static constexpr int kFromBytes = sizeof(From);

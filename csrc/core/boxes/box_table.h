@@ -7,10 +7,10 @@
 namespace meshcast::cuda {
 
 inline constexpr int kThreads = 256;    // of a block
-inline constexpr int kPiecesAhead = 4;  // most pieces that a thread loads before it stores any
+inline constexpr int kPiecesAhead = 4;  // the most pieces that a thread loads before it stores any
 
-// The boxes of one launch. It travels as the kernel's parameter: no memory is allocated, nothing has to stay
-// alive until the kernel ran, and a CUDA graph keeps its own copy. A tile is what a block moves in one go:
+// The boxes of one launch. It is passed as the kernel's parameter: no memory is allocated, nothing has to stay
+// alive until the kernel has run, and a CUDA graph keeps its own copy. A block moves one tile at a time:
 // kThreads * per_thread pieces of one box.
 template <int kBoxes>
 struct BoxTable {
@@ -22,8 +22,7 @@ struct BoxTable {
   BoxCopy box[kBoxes];
 };
 
-// The sizes in use fill the 4 KiB that kernel parameters may have everywhere, and the 32,764 bytes that they
-// may have since CUDA 12.1.
+// These fill the 4 KiB that kernel parameters may have on every version, and the 32,764 bytes since CUDA 12.1.
 using SmallTable = BoxTable<14>;
 using LargeTable = BoxTable<112>;
 static_assert(sizeof(SmallTable) <= 4000 && sizeof(LargeTable) <= 32'000);
@@ -44,8 +43,8 @@ MESHCAST_HOST_DEVICE int box_of_tile(const Table& table, uint32_t tile) {
   return low;
 }
 
-// All that one thread of a launch does: `block` of `blocks` takes every blocks-th tile. Op says how pieces are
-// loaded and stored (box_ops.h); loads of several pieces are under way before the first is stored.
+// Runs one thread of a launch: `block` of `blocks` takes every blocks-th tile. Op loads and stores the pieces
+// (box_ops.h); loads of several pieces are in flight before the first is stored.
 template <class Op, class Memory, class Table>
 MESHCAST_HOST_DEVICE void run_thread(const Op& op, const Memory& memory, const Table& table, uint32_t block,
                                      uint32_t blocks, uint32_t thread) {

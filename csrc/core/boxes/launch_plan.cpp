@@ -35,7 +35,7 @@ CopyNest nest_of(const BoxPair& pair, const Units& units) {
   for (int i = 1; i < count; ++i) {
     for (int j = i; j > 0 && outside(loops[j], loops[j - 1]); --j) std::swap(loops[j], loops[j - 1]);
   }
-  // An element is a run of its bytes where bytes are what moves.
+  // If the units are bytes, an element is a run of its bytes.
   nest.run = pair.from.element_bytes / units.from_bytes;
   while (count > 0 && loops[count - 1].from == nest.run * units.from_bytes &&
          loops[count - 1].to == nest.run * units.to_bytes) {
@@ -107,7 +107,7 @@ void halve(const CopyNest& nest, const Units& units, CopyNest* low, CopyNest* hi
   high->from += low->extent[0] * nest.from_stride[0];
   high->to += low->extent[0] * nest.to_stride[0];
   for (CopyNest* half : {low, high}) {
-    if (half->extent[0] > 1) continue;  // a loop of one turn is none
+    if (half->extent[0] > 1) continue;  // a loop of one iteration is dropped
     --half->ndim;
     for (int d = 0; d < half->ndim; ++d) {
       half->extent[d] = half->extent[d + 1];

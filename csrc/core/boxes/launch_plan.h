@@ -7,8 +7,8 @@
 #include "boxes/box_table.h"
 #include "memory/strided.h"
 
-// From boxes to launches: the part of a launch that runs on the host before any kernel does. Nothing here
-// knows CUDA's runtime or allocates memory.
+// From boxes to launches: the part of a launch that runs on the host before any kernel does. Nothing here uses
+// the CUDA runtime or allocates memory.
 
 namespace meshcast::cuda {
 
@@ -18,7 +18,8 @@ struct BoxPair {
   StridedView to;
 };
 
-// What the smallest thing moved is, on either side, in bytes, and how many of them make a full piece.
+// The size of the smallest unit that is moved, on either side, in bytes, and the number of units of a full
+// piece.
 struct Units {
   int from_bytes = 1;
   int to_bytes = 1;
@@ -30,7 +31,7 @@ struct Units {
 struct CopyNest {
   const std::byte* from = nullptr;
   std::byte* to = nullptr;
-  int64_t run = 0;  // units that lie side by side; 0 where the box is empty
+  int64_t run = 0;  // contiguous units; 0 if the box is empty
   int ndim = 0;
   std::array<int64_t, kMaxDims> extent{};
   std::array<int64_t, kMaxDims> from_stride{};
@@ -40,12 +41,12 @@ struct CopyNest {
 // The units are bytes (elements of any size move as bytes) or whole elements.
 CopyNest nest_of(const BoxPair& pair, const Units& units);
 
-// How the bytes of a nest (of bytes) move best. A single run is a plain copy, wide rows at even distances are
-// what the copy engine takes as one call, the rest needs a kernel.
+// The best way to move the bytes of a nest (of bytes). A single run is a plain copy, wide rows at even
+// distances are one call of the copy engine, the rest needs a kernel.
 enum class Route : uint8_t { Nothing, Flat, Pitched, Kernel };
 Route route_of(const CopyNest& nest);
 
-// Rows below this go through the kernel, whose accesses are as wide; the figure is a guess until measured.
+// Rows below this are moved by the kernel, whose accesses are as wide; the value is a guess until measured.
 inline constexpr int64_t kPitchedBytes = 4096;
 
 inline constexpr int64_t kMostPieces = (int64_t{1} << 31) - 1;  // of one BoxCopy, see FastDivide
@@ -55,10 +56,10 @@ BoxCopy box_copy(const CopyNest& nest, const Units& units);
 
 int64_t pieces_of(const CopyNest& nest, const Units& units);
 
-// Halves a nest of more than one piece across its outermost loop, or across its run where it has no loop.
+// Halves a nest of more than one piece across its outermost loop, or across its run if it has no loop.
 void halve(const CopyNest& nest, const Units& units, CopyNest* low, CopyNest* high);
 
-// Gives `visit` the kernel entries of a nest: one, or several where it has more pieces than `most` allows.
+// Passes the kernel entries of a nest to `visit`: one, or several if it has more pieces than `most` allows.
 template <class Visit>
 void visit_copies(const CopyNest& nest, const Units& units, int64_t most, const Visit& visit) {
   if (nest.run == 0) return;
@@ -70,10 +71,10 @@ void visit_copies(const CopyNest& nest, const Units& units, int64_t most, const 
   visit_copies(high, units, most, visit);
 }
 
-// Tests lower these to reach what only huge boxes do.
+// Tests lower these to reach cases that otherwise only huge boxes reach.
 struct Limits {
   int64_t most_pieces = kMostPieces;
-  // From here on a thread moves several pieces: there are blocks enough to fill a large GPU twice.
+  // From here on a thread moves several pieces: there are enough blocks to fill a large GPU twice.
   int64_t many_pieces = int64_t{2048} * kThreads * kPiecesAhead;
 };
 
@@ -91,8 +92,8 @@ void finish(Table* table, const Limits& limits) {
   }
 }
 
-// Puts the nests of all pairs that `takes` accepts into as few tables as hold them and gives each finished one
-// to `launch`. `table` is the memory to build them in.
+// Puts the nests of all pairs that `takes` accepts into as few tables as can hold them, and passes each
+// finished table to `launch`. `table` is the memory in which they are built.
 template <class Table, class Takes, class Launch>
 void fill_tables(std::span<const BoxPair> pairs, const Units& units, Table* table, const Takes& takes,
                  const Launch& launch, const Limits& limits = {}) {

@@ -10,7 +10,7 @@ namespace meshcast::cuda {
 
 static_assert(std::endian::native == std::endian::little, "pieces are put together from narrower accesses");
 
-// Up to 16 bytes in registers: the widest access there is.
+// Up to 16 bytes in registers, the widest access.
 struct alignas(16) Piece {
   uint64_t words[2];  // NOLINT(*-avoid-c-arrays): a register pair
 };
@@ -34,7 +34,7 @@ struct Unsigned<8> {
   using Type = uint64_t;
 };
 
-// How a kernel reaches memory. Tests bring one that watches every access instead.
+// A kernel's access to memory. Tests use one that checks every access instead.
 struct DeviceMemory {
   template <typename T>
   MESHCAST_HOST_DEVICE T load(const std::byte* from) const {
@@ -73,7 +73,7 @@ MESHCAST_HOST_DEVICE void store_by(const Memory& memory, const Piece& piece, std
   }
 }
 
-// `width` is what the alignment allows: the same for all threads of a block. It may be more than kBytes.
+// `width` is the widest aligned access, the same for all threads of a block. It may be more than kBytes.
 template <int kBytes, class Memory>
 MESHCAST_HOST_DEVICE Piece load_piece(const Memory& memory, const std::byte* from, int width) {
   if constexpr (kBytes >= 16) {

@@ -7,8 +7,8 @@
 
 namespace meshcast {
 
-// Whether this process can open no more file descriptors, for one in which something failed that needs them: a
-// connection that cannot be made says nothing of the peer then.
+// Whether this process can open no more file descriptors. Asked after a failure: a connection that fails for
+// this reason does not show that the peer is lost.
 inline bool out_of_descriptors() {
   const int probe = eventfd(0, EFD_CLOEXEC);
   if (probe < 0) return errno == EMFILE || errno == ENFILE;

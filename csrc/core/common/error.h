@@ -18,10 +18,10 @@ enum class ErrorKind : uint8_t {
   Aborted,           // AbortedError: the group failed before; carries the first cause
 };
 
-// What a message must be able to say. -1 (or an empty string) means "does not apply".
+// The facts that an error may carry. -1 (or an empty string) means "does not apply".
 struct ErrorContext {
   int32_t rank = -1;      // global rank that raises
-  int32_t peer = -1;      // global rank that it was dealing with
+  int32_t peer = -1;      // global rank at the other end
   std::string op{};       // "reshard", "plan", ...
   int64_t sequence = -1;  // ordinal of the call in its lane
   std::string phase{};    // "connect", "agree", "start", "transfer", "wait"
@@ -30,8 +30,8 @@ struct ErrorContext {
 
   // PeerLost only.
   int64_t bytes_done = -1;      // received by this rank in the call, from all peers
-  int64_t bytes_expected = -1;  // what it would have received in all
-  std::string address{};        // of the peer, where known
+  int64_t bytes_expected = -1;  // what it was to receive in all
+  std::string address{};        // of the peer, if known
 };
 
 class Error : public std::runtime_error {
@@ -47,13 +47,13 @@ class Error : public std::runtime_error {
   ErrorContext context_;
 };
 
-// Bad input found before anything was planned or sent.
+// Invalid input, found before anything was planned or sent.
 class LayoutError : public Error {
  public:
   explicit LayoutError(const std::string& message) : Error(ErrorKind::Layout, message) {}
 };
 
-// What an exception says.
+// The text of an exception.
 inline std::string text_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);

@@ -52,7 +52,7 @@ int port_of(const sockaddr_storage& address) {
   return -1;
 }
 
-// Descriptors stay open: their owners must find out by themselves.
+// Descriptors stay open: their owners must notice the failure by themselves.
 void cut_connections(bool reset, int spared_port) {
   const int most = static_cast<int>(sysconf(_SC_OPEN_MAX));
   for (int fd = 0; fd < std::min(most, 4096); ++fd) {

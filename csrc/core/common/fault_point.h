@@ -1,7 +1,7 @@
 #pragma once
 
-// Named moments at which a test makes its process fail (tests/fault). Only builds with MESHCAST_FAULT_POINTS,
-// which no user has, know of them; elsewhere nothing is compiled.
+// Named points at which a test makes its process fail (tests/fault). Only builds with MESHCAST_FAULT_POINTS,
+// which are not released, have them; elsewhere nothing is compiled.
 #if MESHCAST_FAULT_POINTS
 
 #include <cstdint>
@@ -14,9 +14,9 @@ namespace meshcast {
 
 void fault_point(const char* name);
 
-// "POINT COUNT ACTION [SECONDS [PATH [PORT]]]": at the COUNT-th pass from now on, 0 for each. What the variable
-// MESHCAST_FAULT holds is armed when the first point is passed. The time of the fault, by the monotonic clock,
-// is written to PATH. Actions:
+// "POINT COUNT ACTION [SECONDS [PATH [PORT]]]": at the COUNT-th pass from now on, 0 for each. The text in the
+// variable MESHCAST_FAULT is armed when the first point is passed. The time of the fault, by the monotonic
+// clock, is written to PATH. Actions:
 //   kill, stop   the signal                   throw  std::bad_alloc
 //   exit         status 1, at once            sleep  SECONDS, in the thread that passes
 //   abort        as a failed assertion does

@@ -18,7 +18,7 @@ namespace {
 constexpr size_t kMostSteps = 16;
 
 std::atomic<uint32_t> count{0};
-std::atomic<pid_t> parent{0};  // of a forked child, in its library
+std::atomic<pid_t> parent{0};  // in a forked child: the process that forked it
 
 struct Kept {
   std::mutex mutex;
@@ -28,11 +28,11 @@ struct Kept {
 };
 
 Kept& kept() {
-  static auto& all = *new Kept;  // also while the process ends
+  static auto& all = *new Kept;  // usable also while the process ends
   return all;
 }
 
-// Held, so that no other thread is in the middle of a change when the child gets its copy.
+// Holds the lock, so that no other thread is in the middle of a change when the child gets its copy.
 void before() {
   kept().mutex.lock();
   parent = getpid();

@@ -4,7 +4,7 @@
 
 namespace meshcast {
 
-// For memory that a GPU which does not answer may still touch: it is never given back.
+// Never frees this memory, which a GPU that does not answer may still touch.
 void keep_for_good(std::shared_ptr<void> memory);
 
 }  // namespace meshcast

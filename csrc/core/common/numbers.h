@@ -5,8 +5,8 @@
 
 #include "common/host_device.h"
 
-// The floating-point formats narrower than float32. They are computed with in float32 and rounded to nearest,
-// ties to even, with the results of torch; which NaN comes out of a NaN is not promised.
+// The floating-point formats narrower than float32. Operations compute in float32 and round to nearest, ties to
+// even, with the results of torch; the bits of a resulting NaN are not specified.
 
 namespace meshcast {
 
@@ -16,8 +16,7 @@ struct BFloat16 {
 struct Half {
   uint16_t bits;
 };
-// Largest 448, no infinity. What is too large becomes that (torch from 2.13 on, if not before) or NaN
-// (torch 2.11).
+// Largest 448, no infinity. Larger values become 448 (torch from 2.13 on, if not before) or NaN (torch 2.11).
 template <bool kSaturates>
 struct Float8E4m3 {
   uint8_t bits;
@@ -30,15 +29,15 @@ namespace numbers {
 
 inline constexpr uint32_t kInfinity = 0x7F800000;  // of float32
 
-// The magnitude of a finite float32, given by its bits, as a float of these widths. Too large ones run on into
-// the bits of infinity and beyond, which the caller has to bound.
+// The magnitude of a finite float32, given by its bits, as a float of these widths. The caller has to bound it:
+// values that are too large yield the bits of infinity and beyond.
 template <int kExponentBits, int kMantissaBits>
 MESHCAST_HOST_DEVICE inline uint32_t narrowed(uint32_t magnitude) {
   constexpr uint32_t kBias = (1U << (kExponentBits - 1)) - 1;
   constexpr int kShift = 23 - kMantissaBits;
   if (magnitude < (128 - kBias) << 23) {
-    // Below the normal range: this addend brings the last bit kept to the last bit of a float32, whose
-    // addition rounds as wanted.
+    // Below the normal range: this addend moves the last kept bit to the last bit of a float32, whose addition
+    // then rounds correctly.
     constexpr uint32_t kAddend = (127 + 24 - kBias - kMantissaBits) << 23;
     const float shifted = std::bit_cast<float>(magnitude) + std::bit_cast<float>(kAddend);
     return std::bit_cast<uint32_t>(shifted) - kAddend;

@@ -11,8 +11,8 @@
 
 namespace meshcast {
 
-// One for each process, made at its first use and never freed. A forked child has its own, and leaves that of
-// its parent alone, whose lock may be held. Thread-safe; for static objects.
+// One object for each process, made at its first use and never freed. A forked child has its own, and does not
+// touch that of its parent, whose lock may be held. Thread-safe; for static objects.
 template <typename T>
 class PerProcess {
  public:
@@ -25,7 +25,7 @@ class PerProcess {
     return found->thing;
   }
 
-  // Null where there is none, and in a forked child.
+  // Null if there is none, and in a forked child.
   T* there() {
     Kept* const found = kept_.load();
     return found && !found->origin.foreign() ? &found->thing : nullptr;
@@ -40,8 +40,8 @@ class PerProcess {
   std::atomic<Kept*> kept_{nullptr};
 };
 
-// What a process has one of, from the first who asks for it until nobody holds it any longer. A forked child
-// has its own, and leaves that of its parent alone, whose lock may be held. Thread-safe; for static objects,
+// One object for each process, from the first get() until no reference is held any longer. A forked child has
+// its own, and does not touch that of its parent, whose lock may be held. Thread-safe; for static objects,
 // which it outlives.
 template <typename T>
 class OfProcess {
@@ -56,7 +56,7 @@ class OfProcess {
     return found;
   }
 
-  // Null where there is none, and in a forked child.
+  // Null if there is none, and in a forked child.
   std::shared_ptr<T> there() {
     const std::shared_ptr<State> simulated = simulated_state();
     State* const state = simulated ? simulated.get() : state_.there();
@@ -71,7 +71,7 @@ class OfProcess {
     std::weak_ptr<T> made;
   };
 
-  // Of a process in a simulation, where the caller is in one.
+  // The state of the simulated process, if the caller is in a simulation.
   std::shared_ptr<State> simulated_state() {
     Simulation* const simulation = Simulation::current();
     if (!simulation) return nullptr;

@@ -18,7 +18,7 @@ struct sigaction handler_before {};  // of the one signal that is caught
 void count_signal(int number, siginfo_t* info, void* context) {
   const int error = errno;
   const uint64_t one = 1;
-  [[maybe_unused]] const auto written = write(signal_counter, &one, sizeof(one));  // of -1: refused
+  [[maybe_unused]] const auto written = write(signal_counter, &one, sizeof(one));  // fails for -1
   errno = error;
   if ((handler_before.sa_flags & SA_SIGINFO) != 0) return handler_before.sa_sigaction(number, info, context);
   if (handler_before.sa_handler != SIG_DFL) handler_before.sa_handler(number);

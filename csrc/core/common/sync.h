@@ -12,9 +12,9 @@
 
 namespace meshcast {
 
-// Time, locks and threads of everything that decides how a call ends. Each is the standard library's, unless a
-// simulation is installed: then it sees every acquisition, wait and start of a thread, decides who runs next,
-// and says what time it is. Costs a load of a pointer otherwise.
+// Time, locks and threads of all code that decides how a call ends. Each is the standard library's, unless a
+// simulation is installed, which then sees every acquisition, wait and start of a thread, decides which thread
+// runs next, and gives the time. Otherwise this costs the load of a pointer.
 using TimePoint = std::chrono::steady_clock::time_point;
 
 class Condition;
@@ -24,24 +24,24 @@ class Simulation {
  public:
   virtual ~Simulation() = default;
 
-  // None where the calling thread is not one of the simulation: it uses the standard library.
+  // Null if the calling thread is not one of the simulation; it then uses the standard library.
   static Simulation* current() noexcept {
     Simulation* const found = installed_.load(std::memory_order_relaxed);
     return found && found->runs_here() ? found : nullptr;
   }
-  // Null ends it. Not while a thread of a simulation runs.
+  // Null ends it. Must not be called while a thread of a simulation runs.
   static void install(Simulation* simulation) noexcept { installed_ = simulation; }
 
   virtual bool runs_here() const noexcept = 0;
   virtual TimePoint now() noexcept = 0;
-  // Of the caller, which has singletons of its own. Never 0; a later process may have it again.
+  // The process of the caller, which has its own singletons. Never 0; a later process may have the same number.
   virtual uint64_t process() noexcept = 0;
 
   virtual void keep(std::shared_ptr<void> thing) = 0;  // until the process of the caller ends
 
   virtual void lock(const Mutex& mutex) = 0;
   virtual void unlock(const Mutex& mutex) noexcept = 0;
-  // The caller holds no lock that others need. False at `limit`.
+  // The caller holds no lock that others need. Returns false at `limit`.
   virtual bool wait(const Condition& condition, TimePoint limit) = 0;
   virtual void notify(const Condition& condition, bool all) noexcept = 0;
   virtual void sleep_until(TimePoint limit) = 0;
@@ -71,7 +71,7 @@ class Mutex {
   Mutex(const Mutex&) = delete;
   Mutex& operator=(const Mutex&) = delete;
 
-  // A simulated thread takes the real lock, too: sanitizers then see who holds it.
+  // A simulated thread takes the real lock, too, so that sanitizers see which thread holds it.
   void lock() {
     if (Simulation* const simulation = Simulation::current()) simulation->lock(*this);
     real_.lock();
@@ -127,7 +127,7 @@ class Condition {
     if (Simulation* const simulation = Simulation::current()) return simulation->notify(*this, all);
     all ? real_.notify_all() : real_.notify_one();
   }
-  // Nobody else runs between the two, so no notification is lost.
+  // No other thread runs between unlock() and wait(), so no notification is lost.
   std::cv_status simulated_wait(Simulation& simulation, std::unique_lock<Mutex>& lock, TimePoint limit) {
     lock.unlock();
     const bool told = simulation.wait(*this, limit);
@@ -138,7 +138,7 @@ class Condition {
   std::condition_variable real_;
 };
 
-// Either is joined or detached before it goes, as std::thread.
+// Must be joined or detached before it is destroyed, like std::thread.
 class Thread {
  public:
   Thread() = default;

@@ -7,10 +7,10 @@
 
 namespace meshcast {
 
-// What the calling thread is called in top, gdb and /proc: at most 15 characters.
+// Names the calling thread in top, gdb and /proc: at most 15 characters.
 inline void name_this_thread(const char* name) { pthread_setname_np(pthread_self(), name); }
 
-// What is said where one cannot be had. what: it is for.
+// The error text if no thread is available. what: its purpose.
 inline std::string no_thread(const char* what, const std::exception& error) {
   return std::string("no thread could be had for ") + what + ": " + error.what() +
          ". Raise the limit of threads (ulimit -u, or that of the container), or run fewer of them.";

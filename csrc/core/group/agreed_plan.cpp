@@ -60,8 +60,8 @@ AgreedPlan::AgreedPlan(int32_t lane, std::shared_ptr<PlanDirection> forward,
       reverse_(std::move(reverse)),
       slots_(std::move(slots)) {}
 
-// The first rank's word counts for all: slots are given in turn, so a late rank is done with one long
-// before it comes up again.
+// The first rank frees a slot for all: slots are assigned in turn, so a late rank has finished with one long
+// before it is assigned again.
 AgreedPlan::~AgreedPlan() {
   if (const auto slots = slots_.lock()) slots->release(slot_);
 }

@@ -33,9 +33,9 @@ class PlanDirection {
   const std::shared_ptr<const PlanText> text;
   const ExpectedTensors tensors;
 
-  // `local`: the ranks that share this host's memory, the same at each call.
+  // `local`: the ranks that share this host's memory; must be the same at each call.
   std::shared_ptr<const Program> program(const std::vector<int32_t>& local);
-  // `options`: the same at each call.
+  // `options`: must be the same at each call.
   PlannedRounds& rounds(const RoundOptions& options);
 
  private:
@@ -46,14 +46,15 @@ class PlanDirection {
   std::unique_ptr<PlannedRounds> rounds_;
 };
 
-// What the ranks of a group have agreed on: a plan, that of its backward if it has one, and the slot that its
-// messages go by, which is free again when this is dropped. All a start needs besides its tensors. Thread-safe.
+// What the ranks of a group have agreed on: a plan, the plan of its backward if it has one, and the slot of its
+// messages. The destructor frees the slot. A start needs nothing else except its tensors. Thread-safe.
 class AgreedPlan : public std::enable_shared_from_this<AgreedPlan> {
  public:
   // The lane of all backwards; that of a forward is given.
   static constexpr int32_t kReverseLane = 1;
 
-  // `reverse`: null where there is no backward. `slots`: of the rank that gives slots, null on all others.
+  // `reverse`: null if there is no backward. `slots`: the pool on the rank that assigns slots, null on all
+  // others.
   AgreedPlan(int32_t lane, std::shared_ptr<PlanDirection> forward, std::shared_ptr<PlanDirection> reverse,
              int32_t slot, std::weak_ptr<SlotPool> slots);
   ~AgreedPlan();
@@ -63,10 +64,10 @@ class AgreedPlan : public std::enable_shared_from_this<AgreedPlan> {
   int32_t slot() const { return slot_; }
   int32_t lane(bool reverse) const { return reverse ? kReverseLane : lane_; }
 
-  // How often it has been run before: counted by who starts its runs, alike on all ranks.
+  // The number of its earlier runs. The caller that starts a run counts it, in the same way on all ranks.
   int64_t next_run() { return runs_++; }
 
-  // Throws Error where there is no backward.
+  // Throws Error if there is no backward.
   PlanDirection& direction(bool reverse) const;
   RunLabel label(bool reverse, int64_t ordinal) const;
 

@@ -16,11 +16,11 @@ namespace meshcast {
 namespace {
 
 constexpr auto kLookForCause = std::chrono::milliseconds(100);
-constexpr auto kLongestAsk = std::chrono::milliseconds(800);  // of many ranks
-// Ranks that come together have agreed by then, and so have not connected for the sake of looking alone. Of
-// many ranks longer, as they take longer to come.
+constexpr auto kLongestAsk = std::chrono::milliseconds(800);  // for many ranks
+// Ranks that arrive together have agreed by then, and so open no connections only to watch each other. It is
+// longer for many ranks, which take longer to arrive.
 constexpr auto kLookForPeers = std::chrono::milliseconds(50);
-constexpr size_t kFewRanks = 16;  // as many do not crowd a store
+constexpr size_t kFewRanks = 16;  // up to so many do not crowd a store
 
 Error agree_error(const GroupIdentity& group, ErrorKind kind, const std::string& text, CallId call,
                   int32_t peer) {
@@ -33,8 +33,8 @@ void raise_if_broken(Bulletin& bulletin, const GroupIdentity& group, CallId call
   if (const auto cause = bulletin.read_cause()) raise_if_ended(*cause, group, call);
 }
 
-// Every rank that waits for others looks after those that follow it in the group, up to the first that waits
-// too, and to `reach` of them. So each rank is looked after, by one other, and has one connection more for it.
+// Every waiting rank watches the ranks that follow it in the group, up to the first that waits too, and at most
+// `reach` of them. So each rank is watched by one other, which costs it one more connection.
 void raise_if_lost(Bulletin& bulletin, const GroupIdentity& group, CallId call, double waited, const Roll& come,
                    size_t reach, const std::function<std::string(int)>& lost) {
   const size_t count = group.ranks.size();
@@ -136,7 +136,7 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
   const Posting mine{false, slot, descriptor, group.rank};
   bulletin.post(call.lane, call.ordinal, mine);
   MC_FAULT_POINT("agree");
-  // Who posts something else, or a rejection, is not among them.
+  // A rank that posts another text, or a rejection, is not in this roll.
   Roll alike = bulletin.agreeing(call.lane, call.ordinal, digest_of(descriptor), group.ranks.size());
   bool all = alike.answer(group.place());
   MC_FAULT_POINT("agree");
@@ -152,8 +152,7 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
     if (posting) take(*posting);
     return posting.has_value();
   };
-  // Where this generation of the group ends: a rank that refused this call in it does not come to it in the
-  // next.
+  // If this generation of the group ends, a rank that refused this call in it does not make it in the next.
   const auto go_on = [&](const std::function<void()>& check) {
     try {
       check();
@@ -162,13 +161,13 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
       try {
         objection = bulletin.objection(call.lane, call.ordinal);
       } catch (const std::exception&) {
-        // The store has failed: it has no more to say.
+        // The store has failed, and cannot have an objection.
       }
       if (objection) take(*objection);
       throw;
     }
   };
-  // All ranks share the store, which answers one question at a time. So many ranks ask less often.
+  // All ranks share the store, which answers one request at a time. So many ranks ask less often.
   const auto crowd = static_cast<int>(std::max<size_t>(1, group.ranks.size() / kFewRanks));
   const auto look = std::min<Clock::duration>(crowd * kLookForCause, kLongestAsk);
   const TimePoint started = Clock::now();
@@ -179,8 +178,8 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
     for (const size_t at : alike.missing()) out.push_back(group.ranks[at]);
     return out;
   };
-  // Ranks that are looked after at a time, doubled with each look: most of those that are not here yet are only
-  // late, and a first look at each of them would connect this rank with all.
+  // The number of ranks watched at a time, doubled with each look: most missing ranks are only late, and a
+  // first look at each of them would connect this rank with all.
   size_t reach = 1;
   auto pause = std::chrono::microseconds(100);
   for (;;) {
@@ -212,14 +211,14 @@ int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const
       raise_if_lost(bulletin, group, call, waited, alike, reach, lost);
       reach = std::min(2 * reach, group.ranks.size());
     }
-    // 100 us, doubled up to 20 ms: ranks mostly come together, and a store must not be flooded by those that
-    // wait long.
+    // 100 us, doubled up to 20 ms: ranks mostly arrive together, and those that wait long must not flood the
+    // store.
     sleep_for(pause);
     pause = std::min(pause * 2, crowd * std::chrono::microseconds(20000));
     all = alike.all_answered();
   }
   std::vector<int32_t> missing = ranks_missing();
-  // One may be about to sign, or have posted something else a moment ago.
+  // A rank may be about to sign, or have posted another text a moment ago.
   if (missing.size() <= kFewRanks) std::erase_if(missing, has_posted);
   if (missing.empty() && (slot >= 0 || has_posted(first))) return slot;
   throw group_error(

@@ -13,7 +13,7 @@
 
 namespace meshcast {
 
-// Who a private group is: its global ranks in ascending order and which of them this process is.
+// The identity of a private group: its global ranks in ascending order, and the rank of this process.
 struct GroupIdentity {
   std::vector<int32_t> ranks;
   int32_t rank = -1;
@@ -24,11 +24,11 @@ struct GroupIdentity {
   }
 };
 
-// The error of a rank of a group, which `where` names none of. Only who is lost is its own peer: all ranks name
-// that.
+// An error of this rank; sets `where.rank`. Only PeerLost may name this rank as its own peer: all ranks name
+// the lost one.
 Error group_error(const GroupIdentity& group, ErrorKind kind, const std::string& text, ErrorContext where);
 
-// Of what is counted in no lane, as prepare().
+// The lane of commands that are counted in no lane, such as prepare().
 constexpr int32_t kNoLane = -1;
 
 // One call as the ranks number it.
@@ -37,29 +37,29 @@ struct CallId {
   int64_t ordinal = 0;
 };
 
-// By which ranks count what was posted, of a descriptor.
+// The digest of a descriptor, under which the ranks that have posted it are counted.
 std::string digest_of(const std::string& descriptor);
 
-// Blocks until every rank of the group has posted the same descriptor for this call, and returns the slot
-// that the first rank gave to it. Moves no tensor data. `offered_slot` counts on the first rank only.
-// Throws PlanMismatch with both sides where descriptors differ or a rank rejected its arguments, and
-// DeadlineExceeded naming the ranks that did not call. `checkpoint` is called every few milliseconds and
-// throws where the group has been given up meanwhile. `lost` says why a rank, by its position in the group, has
-// gone, or "": then PeerLost is thrown, which all ranks are told of.
+// Blocks until every rank of the group has posted the same descriptor for this call, and returns the slot that
+// the first rank gave to it. Moves no tensor data. `offered_slot` is used on the first rank only. Throws
+// PlanMismatch with both sides if descriptors differ or a rank rejected its arguments, and DeadlineExceeded
+// naming the ranks that did not call. `checkpoint` is called every few milliseconds and throws if the group has
+// failed meanwhile. `lost` returns why a rank, by its position in the group, is lost, or "" if it is not;
+// agree() then throws PeerLost and notifies all ranks.
 int32_t agree(Bulletin& bulletin, const GroupIdentity& group, CallId call, const std::string& descriptor,
               int32_t offered_slot, TimePoint deadline, double limit_seconds,
               const std::function<void()>& checkpoint, const std::function<std::string(int)>& lost);
 
-// For a rank that has waited in a call for long: compares with the first that has, and throws PlanMismatch as
-// above. The others hear of that as they look for an objection; where one of the two moves data already, the
-// group has failed as well.
+// For a rank that has waited in a call for long: compares with the first rank that has, and throws PlanMismatch
+// as above. The others find this when they look for an objection; if one of the two already moves data, the
+// group fails too.
 void compare_with_first(Bulletin& bulletin, const GroupIdentity& group, CallId call, const Posting& mine);
 
-// Throws it where a rank rejects the call, or called it differently from this one.
+// Throws PlanMismatch if a rank rejects the call, or called it differently from this one.
 void check_objection(Bulletin& bulletin, const GroupIdentity& group, CallId call,
                      const std::string& descriptor);
 
-// The group is broken, and a rank has said why.
+// The group is broken, and a rank has posted the cause.
 struct BrokenError : Error {
   BrokenError(const Error& error, Cause why) : Error(error), cause(std::move(why)) {}
   const Cause cause;
@@ -68,7 +68,7 @@ struct BrokenError : Error {
 // Throws BrokenError, as an error of this call.
 [[noreturn]] void raise_cause(const Cause& cause, const GroupIdentity& group, CallId call);
 
-// The same, but returns where the cause is a refusal of a later call: this one goes on.
+// The same, but returns if the cause is the refusal of a later call: this call continues.
 void raise_if_ended(const Cause& cause, const GroupIdentity& group, CallId call);
 
 // "[1, 4, 5]"

@@ -11,19 +11,19 @@
 
 namespace meshcast {
 
-// What the ranks of a group have agreed on for calls that are made once, by descriptor; the one that was used
-// longest ago goes first, and gives its slot back.
+// What the ranks of a group have agreed on for calls that are made once, by descriptor. The least recently used
+// agreement is dropped first, and frees its slot.
 //
-// Each rank begins its calls in one order, and this is only touched as one of them begins, after it is known to
-// begin. So all ranks remember and forget the same descriptors at the same calls, whatever else they have
-// queued, refused or dropped.
+// Each rank begins its calls in the same order, and this changes only as a call begins, once it is certain to
+// begin. So all ranks remember and forget the same descriptors at the same calls, even if they have queued,
+// refused or dropped different ones.
 class Agreements {
  public:
   explicit Agreements(size_t most) : most_(most) {}
 
   bool has(const std::string& descriptor) const { return found_.count(descriptor) != 0; }
 
-  // Null where nothing was agreed on, or is forgotten. From now on the one that was used last.
+  // Null if nothing was agreed on, or it is forgotten. Marks it as the most recently used.
   std::shared_ptr<AgreedPlan> use(const std::string& descriptor) {
     const auto found = found_.find(descriptor);
     if (found == found_.end()) return nullptr;
@@ -31,7 +31,7 @@ class Agreements {
     return found->second->second;
   }
 
-  // Returns what it drives out, or null.
+  // Returns the agreement that is dropped for it, or null.
   std::shared_ptr<AgreedPlan> add(const std::string& descriptor, std::shared_ptr<AgreedPlan> agreed) {
     order_.emplace_back(descriptor, std::move(agreed));
     found_[descriptor] = std::prev(order_.end());

@@ -14,9 +14,9 @@
 
 namespace meshcast {
 
-// The store of a group's generation. It tells since when a request waits for its answer, of one thread at a
-// time, and remembers which keys this rank is to erase: those that it has written, unless another rank erases
-// them.
+// The store of a group's generation, with requests from one thread at a time. It reports since when a request
+// waits for its answer, and remembers which keys this rank is to erase: those that it has written, unless
+// another rank erases them.
 class BoardStore final : public Store {
  public:
   explicit BoardStore(std::shared_ptr<Store> store) : store_(std::move(store)) {}
@@ -29,9 +29,9 @@ class BoardStore final : public Store {
   std::optional<std::vector<std::string>> read(const std::vector<std::string>& keys) override;
   const void* connection() const override { return store_->connection(); }
 
-  TimePoint waits_since() const { return waits_since_; }  // TimePoint() while none does
-  void erase_own(const std::string& key);                 // if this rank is to
-  void erase_all();                                       // that it is to
+  TimePoint waits_since() const { return waits_since_; }  // TimePoint() if none does
+  void erase_own(const std::string& key);                 // if it is in own_
+  void erase_all();                                       // all keys in own_
   void disown(const std::string& key);                    // another rank erases it
 
  private:

@@ -19,7 +19,7 @@ std::string posting_key(int32_t lane, int64_t ordinal, int32_t rank) {
   return fmt::format("call/{}/{}/{}", lane, ordinal, rank);
 }
 
-// Numbers at the head of a line that came from the store; -1 where it is not one.
+// A number at the head of a line from the store; -1 if it is not a number.
 int32_t parse_number(const std::string& text, size_t begin, size_t end) {
   int32_t value = -1;
   if (end > text.size() || begin > end) return -1;
@@ -105,7 +105,7 @@ void Bulletin::erase_said(int32_t lane, int64_t ordinal) {
   store_->erase_own(key_of("objection", lane, ordinal));
 }
 
-// Of all that is written there, what comes before the rest.
+// Keeps the text whose number comes before those of all others that are written there.
 void Bulletin::keep_first(const std::string& key, int64_t number, const std::string& rest,
                           bool (*before)(int64_t, int64_t)) {
   const std::string mine = fmt::format("{} {}", number, rest);

@@ -16,11 +16,11 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// By how much a command may be late: it ends by itself at its deadline, or soon if it begins later, unless the
-// store holds it up.
+// How late a command may be: it ends by itself at its deadline, or soon after it begins if that is later,
+// unless the store blocks it.
 constexpr auto kStuck = milliseconds(1500);
-constexpr auto kKnown = milliseconds(700);       // that a rank that refuses waits until others know, at most
-constexpr auto kLeastClose = milliseconds(500);  // that a control thread gets at the end of its group
+constexpr auto kKnown = milliseconds(700);       // the longest wait of a refusing rank until others know
+constexpr auto kLeastClose = milliseconds(500);  // granted to a control thread at the end of its group
 
 // The group whose commands this thread runs. Not of use in a simulation, whose threads are one.
 thread_local const Group* controlled = nullptr;
@@ -92,7 +92,7 @@ void Group::submit(const std::shared_ptr<Command>& command) {
   }
 }
 
-// Returns what tells the others, where this rank refused the call as it began it.
+// Returns the command that notifies the others, if this rank refused the call as it began it.
 std::shared_ptr<Refusal> Group::enqueue(std::shared_ptr<Command> command) {
   std::unique_lock lock(mutex_);
   if (!command->ordinal) command->ordinal = ordinals_[command->lane]++;
@@ -115,7 +115,7 @@ std::shared_ptr<Refusal> Group::begin_here(std::unique_lock<Mutex>& lock, std::s
   running_.reset();
   idle_.notify_all();
   std::shared_ptr<Refusal> refusal;
-  // Before what came meanwhile.
+  // Before commands that were queued meanwhile.
   if (begun == Command::Begun::Again) queue_.push_front(std::move(command));
   if (begun == Command::Begun::Refused) queue_.push_front(refusal = refusal_of(command));
   if (!queue_.empty()) start_thread(lock);
@@ -133,7 +133,7 @@ void Group::start_thread(std::unique_lock<Mutex>& lock) {
   if (!has_thread_) fail_without_thread(lock);  // the next command may get one
 }
 
-// All ranks are told at once, with what this thread can use, and may go on.
+// Notifies all ranks at once, from this thread, so that they can continue.
 void Group::fail_without_thread(std::unique_lock<Mutex>& lock) {
   const auto queue = std::exchange(queue_, {});
   const auto core = generation_.core;
@@ -232,7 +232,7 @@ Group::Next Group::begin(const std::shared_ptr<Command>& command, uint64_t turn)
   }
   const Command::Begun begun = command->begin(core, nullptr);
   if (begun == Command::Begun::Again) return Next::SameAgain;
-  if (begun == Command::Begun::Refused) {  // before this rank goes on
+  if (begun == Command::Begun::Refused) {  // before this rank continues
     const auto refusal = refusal_of(command);
     while (begin(refusal, turn) == Next::SameAgain) {
     }
@@ -244,8 +244,8 @@ Group::Next Group::begin(const std::shared_ptr<Command>& command, uint64_t turn)
 GenerationKeys Group::next_generation() {
   const auto store = connector_->store();
   if (origin_of_generations_.empty()) {
-    // All members come to each generation exactly once, so that the number of those that have come tells this
-    // group from others that shared a store with it before.
+    // All members come to each generation exactly once, so the number of arrivals distinguishes this group from
+    // earlier ones of the same store.
     const int64_t arrivals = store->add(identity_.name + "/arrivals", 1);
     origin_of_generations_ =
         fmt::format("{}/{}", identity_.name, (arrivals - 1) / static_cast<int64_t>(identity_.ranks.size()));
@@ -285,8 +285,8 @@ bool Group::bring_up(const Command& command, uint64_t turn) {
   }
 }
 
-// As a generation comes up: the ranks have met for it, so each has ended the generations before the last that
-// came up.
+// Called as a generation comes up. The ranks have met for it, so each has ended all generations before the last
+// that came up.
 void Group::note_boards() {
   const auto move = [this](size_t from, size_t to) {
     boards_[to].insert(boards_[to].end(), boards_[from].begin(), boards_[from].end());
@@ -313,7 +313,7 @@ void Group::erase_old_keys() {
   }
 }
 
-// The group has come up, unless its thread was given up meanwhile.
+// Sets the core of the generation that has come up, unless its thread was given up meanwhile.
 bool Group::take(Met met, uint64_t turn) {
   std::string closing;
   {
@@ -333,7 +333,7 @@ bool Group::take(Met met, uint64_t turn) {
   return true;
 }
 
-// By lane, the ordinal of the next call of this rank, where ranks may have completed different ones.
+// By lane, the ordinal of this rank's next call; empty unless ranks may have completed different calls.
 Ordinals Group::stated() const {
   const std::lock_guard lock(mutex_);
   if (!refused_) return {};
@@ -383,15 +383,15 @@ Error Group::error_of(const RefusedCall& refused, CallId call) const {
                      {.peer = refused.rank, .op = "reshard", .sequence = call.ordinal, .phase = "agree"});
 }
 
-// Of two of a lane the later one counts: the ranks are past the other.
+// The later of two refused calls of a lane counts: the ranks are past the other.
 void Group::note_refused(const RefusedCall& refused) {
   const std::lock_guard lock(mutex_);
   if (!refused_ || refused_->call.lane != refused.call.lane || refused_->call.ordinal < refused.call.ordinal)
     refused_ = refused;
 }
 
-// Of a call that this rank had yet to make when a later one was refused, or that one itself: nobody meets for
-// it.
+// The error of a call that this rank had yet to make when a later one was refused, or of the refused one: no
+// rank meets for it.
 std::optional<Error> Group::ended_before(CallId call) const {
   const std::lock_guard lock(mutex_);
   if (!refused_ || call.lane != refused_->call.lane || call.ordinal > refused_->call.ordinal)
@@ -399,8 +399,8 @@ std::optional<Error> Group::ended_before(CallId call) const {
   return error_of(*refused_, call);
 }
 
-// Of a call that was refused in the last generation before an earlier one ended that. Other ranks heard of it
-// there, and nobody meets for it.
+// The error of a call that was refused in the last generation before the refusal of an earlier call ended that.
+// Other ranks learnt of it there, and no rank meets for it.
 std::optional<Error> Group::refused_last(CallId call) const {
   {
     const std::lock_guard lock(mutex_);
@@ -537,7 +537,7 @@ std::shared_ptr<Attachment> Group::attached(const std::string& key) const {
 
 void Group::attach(const std::string& key, std::shared_ptr<Attachment> thing) {
   const std::lock_guard lock(mutex_);
-  generation_.attached[key].swap(thing);  // what it replaces is freed without the lock
+  generation_.attached[key].swap(thing);  // the replaced one is freed without the lock
 }
 
 bool Group::has_agreed(const std::shared_ptr<GroupCore>& core, const std::string& descriptor) const {
@@ -630,7 +630,7 @@ void Group::give_up_if_stuck() {
   for (const auto& each : queue) each->begin(nullptr, later);
 }
 
-// Calls after the one that failed report its cause, as an aborted group does.
+// Calls after the failed one report its cause, as in an aborted group.
 std::exception_ptr Group::keep_first_cause() {
   const std::lock_guard lock(mutex_);
   if (error_ && kind_of(error_) != ErrorKind::Aborted)
@@ -655,7 +655,7 @@ void Group::abort(const std::string& reason) {
   for (const auto& [key, thing] : attached) thing->abort(reason);
 }
 
-// That have not been told yet.
+// Refusals that have yet to be posted.
 bool Group::has_refusals() const {
   const auto refuses = [](const auto& command) { return command && command->tells(); };
   return refuses(running_) || std::any_of(queue_.begin(), queue_.end(), refuses);
@@ -675,7 +675,7 @@ void Group::close(TimePoint limit) {
   std::exception_ptr error;
   {
     std::unique_lock lock(mutex_);
-    // The others would take this rank for lost where they do not hear that it refused a call.
+    // Other ranks that do not learn of its refusal would report this rank as lost.
     if (controlled != this || Simulation::current())
       idle_.wait_until(lock, std::min<TimePoint>(limit, Clock::now() + kKnown),
                        [this] { return !has_refusals(); });

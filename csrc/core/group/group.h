@@ -33,7 +33,7 @@ class Command : public std::enable_shared_from_this<Command> {
   enum class Begun : uint8_t {
     Done,
     Again,   // this generation of the group is over, and nothing has begun: in the next one
-    Refused  // nothing has begun, of which the other ranks do not know yet; refusal says why
+    Refused  // nothing has begun, and the other ranks do not know yet; refusal says why
   };
 
   Command(int32_t lane, std::optional<int64_t> ordinal, TimePoint deadline, bool meets)
@@ -44,22 +44,22 @@ class Command : public std::enable_shared_from_this<Command> {
 
   // Whether begin() would not have to wait. Only asked while no other command of the group runs.
   virtual bool ready() { return false; }
-  // Begins with the group that has come up; where there is none (null), `error` says why. Throws nothing.
+  // Begins with the group that has come up; if there is none (null), `error` says why. Throws nothing.
   virtual Begun begin(const std::shared_ptr<GroupCore>& core, const std::exception_ptr& error) = 0;
   // After Refused: the other ranks know by now, as far as they can.
   virtual void refused() {}
-  virtual bool tells() const { return false; }  // the other ranks, that this one refused a call
+  virtual bool tells() const { return false; }  // notifies the other ranks of a refusal of this one
 
   CallId call() const { return {lane, ordinal.value_or(0)}; }
 
   const int32_t lane;
   std::optional<int64_t> ordinal;  // in the lane; none until the group has counted it
   const TimePoint deadline;
-  const bool meets;  // whether it wants the group to come up
+  const bool meets;  // whether it brings the group up
   std::string refusal;
 };
 
-// What a layer above keeps with a generation of a group, under a key of its own.
+// An object that a layer above keeps with a generation of a group, under its own key.
 class Attachment {
  public:
   virtual ~Attachment() = default;
@@ -70,19 +70,19 @@ class Attachment {
 class Refusal;
 
 // The ranks of both meshes of a transfer, over all generations of their connections. It counts calls per lane,
-// the same on all ranks, and begins them in that order: at once in the caller's thread where nothing has to be
-// waited for, else in a control thread, which also meets the other ranks at the first use. All groups of a
-// process share these threads, and one that waits is relieved: the order in which ranks meet groups cannot
-// block them, and a group that waits for a rank holds up no other.
+// the same on all ranks, and begins them in that order: at once in the caller's thread if they need not wait,
+// else in a control thread, which also meets the other ranks at the first use. All groups of a process share
+// these threads, and a thread that waits is replaced: no order in which ranks meet groups can block them, and a
+// group that waits for a rank does not delay others.
 //
 // A call that a rank refused while others were in it ends a generation of the group; calls behind it begin in
 // the next, for which the ranks meet again as they come to them.
 //
-// Thread-safe. Only connect() and close() wait, and submit() for a moment where it has to tell of a refusal.
+// Thread-safe. Only connect() and close() wait, and submit() for a moment if it has to report a refusal.
 class Group : public std::enable_shared_from_this<Group> {
  public:
-  // kept: agreements that a generation remembers, the same number on all ranks. open: of its process group,
-  // which has yet to know of this group; may be null.
+  // kept: agreements that a generation remembers, the same number on all ranks. open: those of its process
+  // group, to which this group is not added yet; may be null.
   Group(GroupIdentity identity, std::shared_ptr<Connector> connector, std::shared_ptr<KnownOffers> known,
         size_t kept, std::shared_ptr<OpenRefusals> open = nullptr);
   ~Group();
@@ -92,23 +92,23 @@ class Group : public std::enable_shared_from_this<Group> {
     return std::binary_search(identity_.ranks.begin(), identity_.ranks.end(), rank);
   }
 
-  // Counts a command, unless it has an ordinal, and begins it behind all earlier ones, also refusals that may
-  // have been of this group. Throws AbortedError in a forked child.
+  // Counts a command, unless it has an ordinal, and begins it after all earlier ones and after refusals that
+  // may have been meant for this group. Throws AbortedError in a forked child.
   void submit(const std::shared_ptr<Command>& command);
-  // Brings the group up, unless it is. Throws what keeps it from coming up.
+  // Brings the group up, unless it is up. Throws what prevents that.
   void connect(double timeout_seconds);
-  // For one that waits for a command that is overdue: where the one that runs should have ended, the store
-  // holds it up, maybe for good, and the group has failed.
+  // For a caller that waits for an overdue command: if the running command should have ended, the store blocks
+  // it, maybe for ever, and the group has failed.
   void give_up_if_stuck();
 
-  // Tells the other ranks in the background that this one refused its arguments of a call: they raise at once
-  // instead of waiting. ordinal: of a call that has been counted.
+  // Notifies the other ranks in the background that this one refused its arguments of a call: they raise at
+  // once instead of waiting. ordinal: of a call that has been counted.
   std::shared_ptr<Refusal> refuse(int32_t lane, std::optional<int64_t> ordinal, const std::string& why,
                                   double timeout_seconds);
-  // The same of the next call of a lane, though earlier refusals may be open.
+  // The same for the next call of a lane, even if earlier refusals are open.
   std::shared_ptr<Refusal> refuse_next(int32_t lane, const std::string& why, double timeout_seconds);
-  // The same of a call that this rank began in generation `generation`, whose source it changed while that may
-  // have travelled. Ranks in the call raise, and others do as they next wait for a call of this group.
+  // The same for a call that this rank began in generation `generation`, and whose source it changed while that
+  // may have been in flight. Ranks in the call raise, and others do as they next wait for a call of this group.
   std::shared_ptr<Refusal> retract(CallId call, const std::string& why, double timeout_seconds,
                                    std::function<std::optional<int64_t>()> generation);
 
@@ -117,27 +117,27 @@ class Group : public std::enable_shared_from_this<Group> {
   bool is_up() const { return core() != nullptr; }
   bool was_used() const;      // it is up, or a call was ever counted: it may be between two generations
   bool is_untouched() const;  // it is neither up nor on the way there
-  // A refused call has ended this generation, as the store knows: the others may meet for the next, where this
-  // rank is not on the way there.
+  // Whether a refused call has ended this generation, according to the store, and this rank does not yet meet
+  // for the next, as others may.
   bool is_over() const;
-  // A number of the connections that the ranks have now; a refused call may end them.
+  // Numbers the ranks' current connections; a refused call may end them.
   int64_t generation() const { return generations_; }
   std::shared_ptr<GroupCore> core() const;
 
   std::shared_ptr<Attachment> attached(const std::string& key) const;  // to this generation; null
   void attach(const std::string& key, std::shared_ptr<Attachment> thing);
 
-  // Whether this generation of the group is over since a rank refused a call that was in flight, and `call` is
-  // none of those that ended with it, but one for the next generation.
+  // Whether this generation of the group is over because a rank refused a call in flight, and `call` did not
+  // end with it, but is one for the next generation.
   bool left(const std::shared_ptr<GroupCore>& core, CallId call);
-  // The error of a call that ended with it; none where that is not why the core has failed.
+  // The error of a call that ended with it; none if the core failed for another reason.
   std::optional<Error> error_of_refusal(const GroupCore& core, CallId call) const;
-  // For one that waits for a call that has failed: begins it once more, where that was since others had begun a
-  // new generation before it, and no later call has been counted.
+  // For a caller that waits for a failed call: begins it again, if it failed because others had begun a new
+  // generation before it, and no later call has been counted.
   bool begin_again(const std::shared_ptr<Command>& command, const std::shared_ptr<GroupCore>& core);
 
   // What the ranks have agreed on in this generation for calls that are made once; see Agreements. Null, or
-  // false, where core is not that of this generation.
+  // false, if `core` is not that of this generation.
   bool has_agreed(const std::shared_ptr<GroupCore>& core, const std::string& descriptor) const;
   std::shared_ptr<AgreedPlan> use_agreed(const std::shared_ptr<GroupCore>& core, const std::string& descriptor);
   void add_agreed(const std::shared_ptr<GroupCore>& core, const std::string& descriptor,
@@ -147,7 +147,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::optional<Error> take_news();
   bool has_news() const { return has_news_.load(std::memory_order_relaxed); }
 
-  // Why the group was aborted, by this rank or another; asks the store. None while it is whole.
+  // Why the group was aborted, by this rank or another; asks the store. None if it was not.
   std::optional<std::string> cause() const;
   std::optional<std::string> posted_cause() const;  // only what the store has
 
@@ -210,22 +210,22 @@ class Group : public std::enable_shared_from_this<Group> {
   const std::shared_ptr<Executor> control_;  // of all groups of the process
 
   mutable Mutex mutex_;
-  Condition idle_;  // no command runs, or a refusal has been told
+  Condition idle_;  // no command runs, or a refusal has been posted
   std::deque<std::shared_ptr<Command>> queue_;
   std::shared_ptr<Command> running_;  // in the control thread, or in that of a caller
   bool has_thread_ = false;           // or is about to have one
   TimePoint begun_{};                 // when running_ did, or a thread was asked for
-  uint64_t turn_ = 0;                 // of those who may run commands; another one where they were given up
+  uint64_t turn_ = 0;                 // of the threads that may run commands; grows when they are given up
   std::map<int32_t, int64_t> ordinals_;
   Generation generation_;
   std::vector<Generation> left_;  // of refused calls, to be ended
-  // Which know the keys of this rank: of this generation, of those since the last that came up, and of those
-  // before it, of which no rank reads anything any longer.
+  // The boards with the keys of this rank: of this generation, of those since the last that came up, and of
+  // those before it, whose keys no rank reads any longer.
   enum : size_t { kThis, kLast, kOver };
   std::array<std::vector<std::shared_ptr<BoardStore>>, 3> boards_;
   std::optional<RefusedCall> refused_;  // that ended the last generation
   std::exception_ptr error_;            // why the group has failed
-  std::string closing_;                 // why, once it is being ended
+  std::string closing_;                 // why the group ends, once it does
   std::optional<Error> news_;
   std::atomic<bool> has_news_{false};
 
@@ -233,20 +233,20 @@ class Group : public std::enable_shared_from_this<Group> {
   std::atomic<int64_t> generations_{0};
 };
 
-// A command: this rank refused its arguments of a call. Never in the caller's own thread, since the store may
-// hold it up. Where the ranks have yet to meet, those that do raise, and may meet again.
+// A command: this rank refused its arguments of a call. Never runs in the caller's own thread, since the store
+// may block it. If the ranks have yet to meet, those that do raise, and may meet again.
 class Refusal final : public Command {
  public:
   struct Told {
     bool agreed = false;  // this rank has agreed on the call
-    // Of a call that has begun: in which generation, none before that. In another there is nobody to tell.
+    // The generation in which the call has begun, none before that. In another, no rank is to be notified.
     std::function<std::optional<int64_t>()> generation;
   };
 
   Refusal(const std::shared_ptr<Group>& group, int32_t lane, std::optional<int64_t> ordinal, TimePoint deadline,
           std::string why, Told told);
 
-  // Returns once all ranks can know of it, or soon: a call made at once could be over before.
+  // Returns once all ranks can know of it, or soon: a call made at once could end before they do.
   void wait();
   Begun begin(const std::shared_ptr<GroupCore>& core, const std::exception_ptr& error) override;
   bool tells() const override { return true; }

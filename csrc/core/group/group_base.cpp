@@ -10,7 +10,7 @@
 namespace meshcast {
 namespace {
 
-// A command that other ranks have come to takes about as long. One that has taken longer waits for them.
+// About how long a command takes if the other ranks have come to it. A slower one waits for them.
 constexpr auto kPatience = std::chrono::milliseconds(2);
 
 OfProcess<Executor> control_of_process;

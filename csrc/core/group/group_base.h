@@ -22,8 +22,8 @@ class Executor;
 // The threads in which the commands of all groups of this process run.
 std::shared_ptr<Executor> control_executor();
 
-// What both cores of a private group share, that of its CPUs and that of its GPUs: who the group is, how it
-// fails. Thread-safe.
+// The base of both cores of a private group, for CPUs and for GPUs: its identity, and how it fails.
+// Thread-safe.
 class GroupBase {
  public:
   virtual ~GroupBase() = default;
@@ -32,7 +32,7 @@ class GroupBase {
 
   void abort(const std::string& reason);       // ends all runs, here and on the other ranks; does not block
   std::optional<std::string> error() const;    // the first cause
-  std::optional<RefusedCall> refused() const;  // where the first cause is that a rank refused a call
+  std::optional<RefusedCall> refused() const;  // if the first cause is that a rank refused a call
   void refuse_if_failed() const;               // throws AbortedError with the first cause
 
   int32_t rank() const { return identity_.rank; }

@@ -15,14 +15,13 @@ namespace meshcast {
 namespace {
 
 constexpr size_t kMostPosted = 64;                        // calls
-constexpr auto kSeenIn = std::chrono::milliseconds(500);  // in which one that has died is seen
+constexpr auto kSeenIn = std::chrono::milliseconds(500);  // in which the death of a rank is noticed
 // Ranks to which a call is new ask for an agreement as they come to it. Those that come later than this after a
-// refusal meet again for nothing.
+// refusal meet again needlessly.
 constexpr auto kOthersCome = std::chrono::milliseconds(150);
-constexpr auto kCauseComes = std::chrono::seconds(2);  // after a rank has decided that it will
-constexpr auto kTold = std::chrono::milliseconds(20);  // in which peers hear why this rank has left
-constexpr auto kOwnRuns =
-    std::chrono::milliseconds(500);  // a rank that refuses waits so long for its earlier calls
+constexpr auto kCauseComes = std::chrono::seconds(2);      // after a rank has decided to post one
+constexpr auto kTold = std::chrono::milliseconds(20);      // in which peers learn why this rank has left
+constexpr auto kOwnRuns = std::chrono::milliseconds(500);  // the wait of a refusing rank for its earlier calls
 
 }  // namespace
 
@@ -68,7 +67,7 @@ GroupCore::GroupCore(std::shared_ptr<Transport> network, const std::shared_ptr<S
     try {
       agreement_bulletin_.settle_cause({static_cast<int32_t>(error.kind()), identity_.rank, -1, text});
     } catch (const std::exception&) {
-      // The store does not answer: they cannot be told, and end at their limits.
+      // The store does not answer: the others cannot be notified, and end at their limits.
     }
     throw start_error(error.kind(), text);
   }
@@ -116,7 +115,7 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_whole(CallId call, const PlanText& 
   try {
     slot = agree_in_time(call, text, *offered, timeout_seconds);
   } catch (const BrokenError& error) {
-    watcher_->adopt(error.cause);  // so that peers are told the first cause, and not what it led to here
+    watcher_->adopt(error.cause);  // so that peers get the first cause, and not its consequence here
     watcher_->leave_with(call, deadline, timeout_seconds);
     throw;
   }
@@ -124,13 +123,13 @@ std::shared_ptr<AgreedPlan> GroupCore::agree_whole(CallId call, const PlanText& 
   try {
     erase_read();
   } catch (const std::exception&) {
-    // The store has failed since; what is on the board went with it.
+    // The store has failed since, and the board with it.
   }
   return std::make_shared<AgreedPlan>(call.lane, std::move(forward), std::move(backward), slot,
                                       leads ? slots_ : std::weak_ptr<SlotPool>());
 }
 
-// The store must not grow with the number of calls that fail: of old ones it keeps only that they are over.
+// The store must not grow with the number of failed calls: for old ones it keeps only that they are over.
 void GroupCore::note_posted(CallId call, std::string digest, bool rejected) {
   posted_.push_back({call, std::move(digest), rejected});
   if (posted_.size() <= kMostPosted) return;
@@ -141,8 +140,8 @@ void GroupCore::note_posted(CallId call, std::string digest, bool rejected) {
   if (old.rejected) agreement_bulletin_.erase_decision(old.call.lane, old.call.ordinal);
 }
 
-// That everybody agreed on a call means that everybody has read what was posted for those before, but for
-// rejections: ranks in a transfer read them, and no agreement waits for that.
+// Once all ranks have agreed on a call, all have read what was posted for earlier ones, except for rejections:
+// ranks in a transfer read those, and no agreement waits for that.
 void GroupCore::erase_read() {
   if (posted_.empty()) return;
   Posted mine = posted_.back();
@@ -154,7 +153,8 @@ void GroupCore::erase_read() {
   posted_.push_back(mine);
 }
 
-// What this rank posted, and the count of those who posted the same. Where all did, one rank erases it for all.
+// Erases what this rank posted, and the roll of those who posted the same. If all did, one rank erases that for
+// all.
 void GroupCore::erase(const Posted& each) {
   agreement_bulletin_.erase(each.call.lane, each.call.ordinal, identity_.rank);
   agreement_bulletin_.erase_said(each.call.lane, each.call.ordinal);
@@ -182,13 +182,13 @@ int32_t GroupCore::agree_in_time(CallId call, const PlanText& text, int32_t offe
   } catch (const Error&) {
     throw;
   } catch (const std::bad_alloc&) {
-    throw;  // no word of the store
+    throw;  // not from the store
   } catch (const std::exception& error) {
     store_failed(call, text, std::string(error.what(), std::strcspn(error.what(), "\n")));
   }
 }
 
-// Its process may be that of a peer, which is seen soon then.
+// The store may run in the process of a peer, whose death is then noticed soon.
 void GroupCore::store_failed(CallId call, const PlanText& text, const std::string& what) {
   for (const TimePoint limit = Clock::now() + kSeenIn; Clock::now() < limit;) {
     raise_if_told(call);
@@ -234,7 +234,7 @@ void GroupCore::reject(CallId call, const std::string& message) {
   try {
     say_rejected(call, message);
   } catch (const std::exception&) {
-    // The others hear nothing, and wait to their limits.
+    // The others are not notified, and wait to their limits.
   }
 }
 
@@ -248,11 +248,11 @@ void GroupCore::adopt_told_refusal() {
 
 void GroupCore::refuse(CallId call, const std::string& message, bool agreed) {
   origin_.check();
-  // Ranks that still read what this one agreed to must not take that for undone.
+  // Ranks that have yet to read this rank's agreement must not find it withdrawn.
   if (!agreed) reject(call, message);
   try {
     const TimePoint begun = Clock::now();
-    // Also ranks that have exchanged nothing with this one are told as it leaves.
+    // Connects with ranks that have exchanged nothing with this one, so that they are notified as it leaves.
     for (size_t peer = 0; peer < identity_.ranks.size(); ++peer)
       if (identity_.ranks[peer] != identity_.rank) network_->lost(static_cast<int>(peer));
     const auto over = [this] { return failure() != nullptr; };
@@ -263,8 +263,7 @@ void GroupCore::refuse(CallId call, const std::string& message, bool agreed) {
     }
     std::optional<Cause> cause;
     if (decide(agreement_bulletin_, call, mine, true) == Generation::GoesOn) {
-      // Unless the refusal of another call has ended it meanwhile: then the next generation has to know of this
-      // one.
+      // If the refusal of another call has ended it meanwhile, the next generation has to know of this refusal.
       cause = agreement_bulletin_.read_cause();
       if (!cause || !refused_in(*cause)) return;
     } else if (mine == Generation::Over) {
@@ -272,7 +271,7 @@ void GroupCore::refuse(CallId call, const std::string& message, bool agreed) {
     } else {
       cause = await_cause(agreement_bulletin_, begun + kCauseComes);
     }
-    // The refusal of a later call was first: those that wait in calls before that look for this one.
+    // If the refusal of a later call was first, ranks that wait in calls before it look for this one.
     const auto first = refused_in(*cause);
     if (first && goes_before(call, first->call))
       agreement_bulletin_.leave_at(call.lane, call.ordinal, identity_.rank, message);
@@ -280,7 +279,7 @@ void GroupCore::refuse(CallId call, const std::string& message, bool agreed) {
     watcher_->leave(Clock::now() + kOwnRuns);
     sleep_for(kTold);
   } catch (const std::exception&) {
-    // The store does not answer: the others hear nothing, and wait to their limits.
+    // The store does not answer: the others are not notified, and wait to their limits.
   }
 }
 
@@ -305,7 +304,7 @@ std::shared_ptr<Run> GroupCore::start(const AgreedPlan& agreed, const StartedCal
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
-    // The machine refused a thread or memory, in the middle: the others must not wait for the rest.
+    // No thread or memory was available in the middle of the start: the others must not wait for the rest.
     const std::string text =
         fmt::format("rank {}: a call could not be started: {}", identity_.rank, error.what());
     watcher_->abort(text);
@@ -330,8 +329,8 @@ std::vector<std::shared_ptr<BoardStore>> GroupCore::boards() const {
 
 void GroupCore::shutdown() {
   if (origin_.foreign() || shut_down_.exchange(true)) return;
-  // Before the engine: it still tells the others the first cause, which has to be on the board before
-  // connections close.
+  // Stopped before the engine: it still posts the first cause, which has to be on the board before connections
+  // close.
   MC_FAULT_POINT("leave");
   watcher_->stop();
   MC_FAULT_POINT("leave");

@@ -23,55 +23,55 @@
 
 namespace meshcast {
 
-// The ranks that share this process's memory and how, if they do.
+// The ranks that share memory with this process, and their transport; empty and null if there are none.
 struct LocalRanks {
   std::shared_ptr<LocalTransport> transport;
   std::vector<int32_t> ranks;  // global, ascending, this one included; the same on all of them
 };
 
-// Which call a start is.
+// Names the call of a start.
 struct StartedCall {
   int64_t ordinal = 0;  // in its lane; a backward has that of its forward
   bool reverse = false;
   double timeout_seconds = 0;
 };
 
-// One private group: the ranks that take part in a transfer, with connections of their own that no user
-// operation shares. Owns the engine that runs programs and the watcher that ends them when something breaks.
-// Thread-safe; start() blocks on other ranks only behind a refused call, to its own limit at most.
+// One private group: the ranks that take part in a transfer, with connections that no operation of a user
+// shares. Owns the engine that runs programs and the watcher that ends them when something breaks. Thread-safe;
+// start() blocks on other ranks only behind a refused call, to its own limit at most.
 class GroupCore : public GroupBase {
  public:
-  // network: between hosts; its ranks are those of the group, by their position in it.
+  // network: between hosts; a rank of it is a position in the group.
   GroupCore(std::shared_ptr<Transport> network, const std::shared_ptr<Store>& store, GroupIdentity identity,
             LocalRanks local = {});
   ~GroupCore() override;
 
-  // Agrees with all ranks on a plan and that of its backward, which may be null, under `text`; see agreement.h.
-  // Blocks. Throws PlanMismatch where ranks differ, LayoutError on all ranks where all slots are taken.
+  // Agrees with all ranks on a plan and the plan of its backward, which may be null, under `text`; see
+  // agreement.h. Blocks. Throws PlanMismatch if ranks differ, LayoutError on all ranks if all slots are taken.
   std::shared_ptr<AgreedPlan> agree_on(CallId call, const PlanText& text, std::shared_ptr<const Plan> plan,
                                        std::shared_ptr<const Plan> reverse, double timeout_seconds);
   int32_t slots_taken() const { return slots_->taken(); }  // 0 on all ranks but the first
 
-  // Tells the ranks that wait for this call that this rank refused its own arguments. Where the store does not
-  // answer they hear nothing, and wait to their limits.
+  // Notifies the ranks that wait for this call that this rank refused its own arguments. If the store does not
+  // answer, they wait to their limits.
   void reject(CallId call, const std::string& message);
 
-  // The same at any time: ranks to which the call is not new may be in it by now, with bytes under way. Then it
-  // ends them, and this generation of the group. Blocks for a fraction of a second. agreed: this rank has
-  // agreed on the call, so they are.
+  // The same at any time: ranks to which the call is not new may be in it by now, with bytes in flight. Then it
+  // ends their calls, and this generation of the group. Blocks for a fraction of a second. agreed: this rank
+  // has agreed on the call, so others may be in it.
   void refuse(CallId call, const std::string& message, bool agreed);
 
   // Whether another rank waits for this one in a call, as far as the store knows.
   bool awaited_in(CallId call);
 
-  // What a run reads and writes, for the direction that it takes. What it throws leaves the group as it is.
+  // Returns the buffers that a run reads and writes in this direction. May throw; the group is then unchanged.
   using BuffersFor = std::function<Buffers(const PlanDirection& direction)>;
-  // Throws what `buffers_for` throws, before anything is enqueued, and AbortedError with the first cause where
-  // the group has failed.
+  // Throws what `buffers_for` throws, before anything is enqueued, and AbortedError with the first cause if the
+  // group has failed.
   std::shared_ptr<Run> start(const AgreedPlan& agreed, const StartedCall& call, const BuffersFor& buffers_for);
 
   void shutdown();  // any state, idempotent
-  // Which know the keys of this rank, to be erased once no rank can read them.
+  // The boards with the keys of this rank, to be erased once no rank can read them.
   std::vector<std::shared_ptr<BoardStore>> boards() const;
 
  protected:
@@ -79,7 +79,7 @@ class GroupCore : public GroupBase {
 
  private:
   std::exception_ptr failure() const override { return engine_->error(); }
-  // What the machine may refuse memory for.
+  // The parts of agree_on() and start() that may run out of memory.
   std::shared_ptr<AgreedPlan> agree_whole(CallId call, const PlanText& text, std::shared_ptr<const Plan> plan,
                                           std::shared_ptr<const Plan> reverse, double timeout_seconds);
   std::shared_ptr<Run> start_whole(const AgreedPlan& agreed, const StartedCall& call,
@@ -90,8 +90,8 @@ class GroupCore : public GroupBase {
   void note_posted(CallId call, std::string digest, bool rejected);
   void say_rejected(CallId call, const std::string& why);
   void erase_read();
-  void raise_if_told(CallId call);  // where a peer has left and told why
-  void adopt_told_refusal();        // of a call in which this rank needed nothing from that peer
+  void raise_if_told(CallId call);  // if a peer has left and notified this rank of the cause
+  void adopt_told_refusal();        // for a call in which this rank needs nothing from that peer
 
   class WatchedEngine;
 

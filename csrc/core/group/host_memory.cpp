@@ -16,8 +16,8 @@ namespace meshcast {
 namespace {
 
 constexpr auto kMeetLimit = std::chrono::seconds(30);  // every member is in this call already
-constexpr const char* kOutcome = "shm";                // topic of what ranks have come to
-constexpr std::string_view kLeft = "lost ";            // and the rank: of one that leaves because of that
+constexpr const char* kOutcome = "shm";                // topic of the ranks' outcomes
+constexpr std::string_view kLeft = "lost ";            // and that rank: of a rank that leaves because of it
 constexpr std::string_view kAt = "at ";                // and the address; other offers are refusals
 constexpr std::string_view kOff = "off ";              // and why
 
@@ -75,7 +75,7 @@ void HostMemory::meet(Conversation& conversation, const std::vector<int32_t>& gr
     return;
   }
   const int32_t rank = conversation.rank();
-  bool seen = false;  // by `lost`, or it raised something
+  bool seen = false;  // `lost` found a rank, or raised something
   const auto look = [&] {
     seen = true;
     throw_if_lost(lost, rank);
@@ -88,7 +88,7 @@ void HostMemory::meet(Conversation& conversation, const std::vector<int32_t>& gr
     const auto* error = dynamic_cast<const Error*>(&failure);
     const bool is_lost = error && error->kind() == ErrorKind::PeerLost;
     if (seen && !is_lost) throw;
-    rendezvous_.reset();  // closes its socket, so that nobody goes on waiting for this rank
+    rendezvous_.reset();  // closes its socket, so that no rank continues to wait for this one
     if (!is_lost) {
       outcome_ = fmt::format("rank {}: {}", rank, failure.what());
       return;

@@ -20,9 +20,9 @@ namespace {
 using std::chrono::duration;
 using std::chrono::milliseconds;
 
-constexpr auto kLookAfterPeers = milliseconds(50);  // after which ranks that meet look after each other
-constexpr auto kSeenSoon = milliseconds(500);       // in which a peer that has died is seen
-constexpr auto kAskPause = milliseconds(20);        // between two looks for one
+constexpr auto kLookAfterPeers = milliseconds(50);  // after which ranks that meet watch each other
+constexpr auto kSeenSoon = milliseconds(500);       // in which the death of a peer is noticed
+constexpr auto kAskPause = milliseconds(20);        // between two looks for it
 
 constexpr auto kCounted = milliseconds(500);  // in which a rank that has come is counted
 
@@ -37,7 +37,7 @@ constexpr const char* kMet = "met";
 constexpr const char* kAborted = "aborted";
 constexpr const char* kDeadline = "deadline";
 constexpr const char* kPeerLost = "lost";
-constexpr const char* kShort = "short";      // of something that a process can run out of
+constexpr const char* kShort = "short";      // of a resource of the process
 constexpr const char* kRefused = "refused";  // by this rank, what the others meet for
 
 int32_t number_in(const std::string& text) {
@@ -53,7 +53,7 @@ std::string encode(const Ordinals& next, const std::string& offer) {
   return out + "\n" + offer;
 }
 
-// An offer that is known from earlier is one already.
+// The offer in what a rank brought; an offer known from earlier is returned unchanged.
 std::string offer_in(const std::string& text) { return text.substr(text.find('\n') + 1); }
 
 void raise_to(Ordinals& first, const std::string& text) {
@@ -62,7 +62,7 @@ void raise_to(Ordinals& first, const std::string& text) {
   for (int64_t ordinal = 0; head >> lane >> ordinal;) first[lane] = std::max(first[lane], ordinal);
 }
 
-// "kind/rank/what text"; the rank may be missing, and what it refused.
+// "kind/rank/what text"; rank and what (it refused) may be missing.
 struct Verdict {
   std::string kind;
   int32_t rank = -1;
@@ -81,7 +81,7 @@ struct Verdict {
     if (other != std::string::npos) what = head.substr(other + 1);
   }
 
-  // None where what was refused is no call.
+  // None if what was refused is no call.
   std::optional<RefusedCall> refused() const {
     RefusedCall out{{}, rank, text};
     char point = 0;
@@ -132,13 +132,13 @@ class MeetingCall {
     }
   }
 
-  // Everybody's texts, once all are here.
+  // The texts of all ranks, once all have come.
   std::optional<std::map<int32_t, std::string>> gather() {
     const TimePoint begun = looked_ = Clock::now();
     const bool late = !conversation_->verdict(kVerdict, {}).empty();
     conversation_->say(kMember, brings_);
-    // The last one knows that it is, and says so. The others look for themselves now and then, should it have
-    // died before it could.
+    // The last rank to come sees that, and posts it. The others look from time to time, since it may die before
+    // it does.
     bool complete = members_->answer(group_.place());
     TimePoint asked = begun;
     BackOff pause = conversation_->back_off();
@@ -168,7 +168,7 @@ class MeetingCall {
     }
   }
 
-  // All are there, unless the store has lost them.
+  // All texts are there, unless the store has lost some.
   std::map<int32_t, std::string> texts() {
     const std::string lost = fmt::format(
         "rank {}: the rendezvous store has lost what ranks {{missing}} said as they met", group_.rank);
@@ -189,7 +189,7 @@ class MeetingCall {
       return fmt::format("{}/{} rank {}: {}", kAborted, group_.rank, group_.rank, why);
     if (Clock::now() >= part_.deadline) {
       std::vector<int32_t> missing = this->missing();
-      // The last ones have come, and are about to be counted; unless they died between the two.
+      // The last ranks have come, and are about to be counted, unless they died before that.
       if (missing.size() <= kFew)
         std::erase_if(missing,
                       [this](int32_t rank) { return conversation_->heard(kMember, rank).has_value(); });
@@ -220,8 +220,8 @@ class MeetingCall {
     return true;
   }
 
-  // A rank that waited sees the failure itself, whichever found it first; one that comes later (late) finds a
-  // group that has failed.
+  // A rank that waited raises the failure itself, whichever rank found it; one that comes later (late) finds a
+  // failed group.
   [[noreturn]] void raise(const Verdict& verdict, bool late, double elapsed) {
     if (verdict.kind == kShort) throw MeetAgainError(error(ErrorKind::Generic, verdict.text));
     if (verdict.kind == kRefused)
@@ -269,13 +269,13 @@ class MeetingCall {
     return out;
   }
 
-  // A rank that this one, or another, has lost.
+  // A rank that this one, or another, reports as lost.
   std::optional<LostRank> lost_by(Bulletin& board) {
     std::optional<Cause> cause;
     try {
       cause = board.read_cause();
     } catch (const std::exception&) {
-      // The store has failed: it has no more to say, and the limit holds.
+      // The store has failed: it reports no cause, and the limit holds.
     }
     if (!cause || refused_in(*cause)) {
       return watches_.lost(*conversation_, kMember, group_.ranks, false, [](size_t /*at*/) { return true; });
@@ -285,17 +285,17 @@ class MeetingCall {
     throw error(ErrorKind::Aborted, fmt::format("rank {}: {}", group_.rank, cause->text));
   }
 
-  // The others have met this rank, and would wait for it.
+  // Notifies the others, which have met this rank and would wait for it.
   void tell(const Error& error) {
     try {
       Bulletin(std::make_shared<PrefixedStore>("control", store_))
           .settle_cause({static_cast<int32_t>(error.kind()), group_.rank, error.context().peer, error.what()});
     } catch (const std::exception&) {
-      // The store does not answer: they wait to their limits.
+      // The store does not answer: the others wait to their limits.
     }
   }
 
-  // For what the store or the system raised. The process of the store may be a member's.
+  // The error for what the store or the system raised. The store may run in the process of a member.
   Error failure_of(const std::exception& failure) {
     if (const auto shortage = connector_.shortage(failure)) return *shortage;
     const std::string what =

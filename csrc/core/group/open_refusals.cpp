@@ -18,8 +18,8 @@ using std::chrono::milliseconds;
 
 constexpr auto kFirstPause = milliseconds(10);  // between two looks for ranks that wait
 constexpr auto kLongestPause = milliseconds(50);
-constexpr auto kHold = milliseconds(600);        // that a rank that refuses waits for who waits for it
-constexpr auto kCloseLimit = milliseconds(500);  // that a look gets to end when its process group does
+constexpr auto kHold = milliseconds(600);        // the wait of a refusing rank for ranks that wait for it
+constexpr auto kCloseLimit = milliseconds(500);  // granted to a search when its process group ends
 constexpr const char* kMeeting = "meeting";      // topic of which groups meet
 constexpr const char* kPrepare = "prepare";
 constexpr const char* kCall = "call";
@@ -82,7 +82,7 @@ void OpenRefusals::add(const std::shared_ptr<OpenRefusal>& refusal, bool keeps) 
   if (keeps) keeps_any_ = true;
   ++added_;
   changed_.notify_all();
-  // Without a thread, the next call tells.
+  // Without a thread, the next call notifies them.
   if (!searches_) searches_ = control_->try_post([self = shared_from_this()] { self->search(); });
 }
 
@@ -106,7 +106,7 @@ void OpenRefusals::search() {
     try {
       look_for(refusals);
     } catch (const std::exception&) {
-      // The store does not answer, or the process group has ended: the next call tells.
+      // The store does not answer, or the process group has ended: the next call notifies them.
       const std::lock_guard lock(mutex_);
       searches_ = false;
       changed_.notify_all();
@@ -122,7 +122,7 @@ void OpenRefusals::look_for(const std::vector<std::shared_ptr<OpenRefusal>>& ref
     if (const auto group = awaiting(*refusal, meetings)) tell(*refusal, *group);
 }
 
-// A group of which a rank waits for this one; null where none does.
+// A group in which a rank waits for this one; null if there is none.
 std::shared_ptr<Group> OpenRefusals::awaiting(const OpenRefusal& refusal,
                                               const std::vector<Meeting>& meetings) const {
   if (!refusal.prepares_)
@@ -144,7 +144,7 @@ std::vector<std::shared_ptr<Group>> OpenRefusals::fitting(const OpenRefusal& ref
     const std::lock_guard lock(mutex_);
     for (const auto& each : groups_) out.push_back(each.lock());
   }
-  // Without the lock: with the last reference to a group, what a layer above keeps of it is freed.
+  // Without the lock: the last reference to a group also frees what a layer above keeps with it.
   std::erase_if(out, [&](const auto& group) {
     return !group || !group->has(rank_) || !refusal.fits(group->identity().ranks);
   });
@@ -166,7 +166,7 @@ void OpenRefusals::tell_open(Group& group) {
       if (each.keeps && each.refusal->fits(group.identity().ranks)) meant.push_back(each.refusal);
   }
   for (const auto& refusal : meant) {
-    if (refusal->prepares_ && !group.is_untouched()) continue;  // it was another that was to be prepared
+    if (refusal->prepares_ && !group.is_untouched()) continue;  // another group was to be prepared
     if (refusal->claim()) refusal->tell(group);
   }
   forget_closed();
@@ -176,7 +176,7 @@ void OpenRefusals::forget_closed() {
   const std::lock_guard lock(mutex_);
   const TimePoint now = Clock::now();
   std::erase_if(open_, [now](const Open& each) {
-    const bool stays = each.keeps && !each.refusal->prepares_;  // nobody waits in prepare() for longer
+    const bool stays = each.keeps && !each.refusal->prepares_;  // no rank waits in prepare() for longer
     return !each.refusal->is_open() || (!stays && now >= each.refusal->deadline_);
   });
   keeps_any_ = std::any_of(open_.begin(), open_.end(), [](const Open& each) { return each.keeps; });
@@ -199,7 +199,7 @@ void OpenRefusals::has_met(const std::vector<int32_t>& ranks) {
   }
 }
 
-// A line for each: what the ranks meet for, and who they are.
+// A line for each: the purpose of the meeting, and its ranks.
 void OpenRefusals::write_meetings() {
   if (meetings_.empty()) return conversation().forget(kMeeting);
   std::string text;
@@ -239,7 +239,7 @@ std::shared_ptr<OpenRefusals::Site> OpenRefusals::site() const {
   return site_;
 }
 
-// This rank makes no call any longer: the others hear why in each group that can have been meant.
+// This rank makes no more calls: notifies the others in each group that can have been meant.
 void OpenRefusals::tell_left() {
   const std::lock_guard in_order(order_);
   std::vector<std::shared_ptr<OpenRefusal>> left;

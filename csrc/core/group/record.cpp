@@ -187,7 +187,7 @@ bool Flight::ended(std::optional<TimePoint> waiting, std::optional<double> moved
     const std::lock_guard lock(record_.mutex_);
     if (progress_.seconds) return false;
     progress_.seconds = seconds = elapsed();
-    progress_.call.reset();  // else the memory of 2,000 calls that have ended is kept
+    progress_.call.reset();  // else the memory of 2,000 ended calls is kept
     counts = !std::exchange(counted_, true);
   }
   const double waited = waiting ? std::chrono::duration<double>(Clock::now() - *waiting).count() : seconds;
@@ -248,10 +248,10 @@ bool WaitNotice::is_due(TimePoint now) const {
   return lasts > 0 && !posted_ && (now - begun_).count() >= lasts;
 }
 
-// A log is a user's, who may hold it up: no wait of ours depends on that.
+// The user's log may block: no wait of ours depends on it.
 void WaitNotice::post(LongWait wait) {
   posted_ = true;
-  std::erase(wait.ranks, wait.rank);  // a store may have lost what this rank said
+  std::erase(wait.ranks, wait.rank);  // a store may have lost this rank's signature
   wait.seconds = std::chrono::duration<double>(Clock::now() - begun_).count();
   Executor::of_process().post([wait = std::move(wait)] {
     if (auto* const notify = wait_notifier.load()) notify(wait);

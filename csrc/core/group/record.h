@@ -28,8 +28,8 @@ struct Moved {
   int64_t nbytes = 0;
 };
 
-// Sums over calls. Seconds: start to finish; waited, in wait(); bound, of their plans; moving_seconds, those of
-// the calls whose plan has a bound.
+// Sums over calls. seconds: from start to finish; waited: in wait(); bound: of their plans; moving_seconds:
+// `seconds` of the calls whose plan has a bound.
 struct CallSums {
   int64_t calls = 0;  // that have ended without an error
   int64_t failed = 0;
@@ -51,8 +51,8 @@ struct Counted {
       pairs;  // by sender and receiver; their bytes are `bytes_sent`
 };
 
-// The calls of this process: the last ones, and sums over all. A forked child begins with none. Thread-safe;
-// whoever holds its lock waits for nothing else.
+// The calls of this process: the last ones, and sums over all. A forked child begins with none. Thread-safe; a
+// thread that holds its lock waits for nothing else.
 class Record {
  public:
   static Record& of_process();
@@ -60,7 +60,7 @@ class Record {
   std::vector<std::shared_ptr<const Flight>> flights() const;  // the oldest first
   int64_t begun() const;                                       // calls, ever
   Counted counted() const;
-  // For calls of this operation that move nothing, or did not come to that.
+  // For calls of this operation that move nothing, or fail before they do.
   Traffic& traffic_of(const std::string& op);
 
  private:
@@ -72,7 +72,7 @@ class Record {
   std::deque<std::shared_ptr<const Flight>> flights_;
   int64_t begun_ = 0;
   std::set<const Traffic*> open_;  // still added to
-  Counted closed_;                 // of those that are gone
+  Counted closed_;                 // sums of destroyed Traffic
   std::map<std::string, std::shared_ptr<Traffic>> operations_;
 };
 
@@ -88,7 +88,7 @@ class Traffic {
   void ended(double seconds, double waited);
   void waited(double seconds);  // for a call that has been counted before
   void failed();
-  void again();  // a call was begun once more
+  void again();  // a call was begun again
 
   bool only_sends() const;
   std::string text() const;  // such as "sends 48 B, receives 0 B", each time
@@ -106,7 +106,7 @@ class Traffic {
   CallSums sums_;  // calls, failed, retries, seconds and waited. Guarded by the record
 };
 
-// A private group as the record shows it. within: the process group it was made in.
+// A private group as the record shows it. within: the process group in which it was made.
 struct Members {
   std::string name;
   std::vector<int32_t> ranks;
@@ -116,8 +116,8 @@ struct Members {
 // One call in the record. It outlives the call, and keeps no tensor alive.
 class Flight {
  public:
-  // A line of a program. code: what the language that calls this one knows it by; offset: of the instruction in
-  // the code, where the line is not known yet.
+  // A line of a program. code: the code object of the calling language; offset: of the instruction in the code,
+  // if the line is not known yet.
   struct Site {
     std::shared_ptr<void> code;
     int line = 0;
@@ -132,11 +132,11 @@ class Flight {
     std::optional<int32_t> lane;
     std::optional<int64_t> position;  // in the lane
     std::optional<int64_t> run;       // of its plan
-    std::shared_ptr<void> facts;      // of its plan, for who shows it
+    std::shared_ptr<void> facts;      // of its plan, for display
     std::optional<double> seconds;    // from the call to the end of the first wait
     std::optional<Failure> failure;
-    std::shared_ptr<Traffic> traffic;  // null while it is not known
-    std::weak_ptr<Start> call;         // until its first wait, where it may end before that
+    std::shared_ptr<Traffic> traffic;  // null until it is known
+    std::weak_ptr<Start> call;         // until its first wait, if it may end before that
   };
 
   // Adds it to the record.
@@ -147,13 +147,13 @@ class Flight {
 
   void counted_as(int32_t lane, int64_t position, std::weak_ptr<Start> call);
   void settled(int64_t run, std::shared_ptr<void> facts, std::shared_ptr<Traffic> traffic);
-  // waiting: when the wait for it began, if that was not at once. moved: seconds from the start of the transfer
-  // to its end, where they are known. False where it had ended before.
+  // waiting: when the wait for it began, unless that was at once. moved: seconds from the start of the transfer
+  // to its end, if known. Returns false if it had ended before.
   bool ended(std::optional<TimePoint> waiting, std::optional<double> moved);
-  void ended_unwaited(double moved);  // nobody has waited for it yet
-  bool failed(Failure failure);       // false where it had failed before
+  void ended_unwaited(double moved);  // before any wait for it
+  bool failed(Failure failure);       // false if it had failed before
   void failed_unwaited();
-  void again();  // it is begun once more
+  void again();  // it is begun again
 
   Progress progress() const;
 
@@ -171,15 +171,15 @@ class Flight {
 
   Record& record_;
   Progress progress_;     // guarded by the record
-  bool counted_ = false;  // likewise
+  bool counted_ = false;  // guarded by the record
 };
 
-// A wait for other ranks that has lasted long, for a line of the log.
+// A long wait for other ranks, for a line of the log.
 struct LongWait {
   int32_t rank = -1;
   std::string call;
   std::string state;           // how far the call has come; may be empty
-  std::vector<int32_t> ranks;  // that it waits for; none: all of them are in the call
+  std::vector<int32_t> ranks;  // that it waits for; empty: all of them are in the call
   double seconds = 0;
 };
 
@@ -191,7 +191,7 @@ class WaitNotice {
  public:
   explicit WaitNotice(TimePoint begun) : begun_(begun) {}
 
-  bool is_due(TimePoint now) const;  // and was not posted
+  bool is_due(TimePoint now) const;  // and has not been posted
   void post(LongWait wait);          // sets its seconds
 
  private:

@@ -11,7 +11,7 @@
 namespace meshcast {
 namespace {
 
-constexpr int32_t kRefusedCall = 64;  // kind of such a cause; no ErrorKind
+constexpr int32_t kRefusedCall = 64;  // the kind of such a cause; not an ErrorKind
 constexpr auto kPause = std::chrono::milliseconds(5);
 constexpr const char* kOver = "over";
 constexpr const char* kGoesOn = "goes on";

@@ -4,7 +4,7 @@
 
 namespace meshcast {
 
-// Each bit is added once, so a sum is the bits of those that have come; the last bit is that of the sign.
+// Each bit is added once, so the sum has the bits of the ranks that have signed; the last one is the sign bit.
 void Roll::sign(size_t at) {
   seen_[at / kBits] = static_cast<uint64_t>(store_->add(word(at), static_cast<int64_t>(bit(at))));
 }

@@ -11,22 +11,22 @@
 
 namespace meshcast {
 
-// Which ranks of a group have come to something, as bits of numbers in the store: one question tells whether
-// all have, and one for each 64 ranks which ones have not. Ranks go by their positions in the group. Throws
-// what the store throws.
+// The ranks of a group that have reached some point, as bits of numbers in the store: one request returns
+// whether all have, and one for each 64 ranks which ones have not. Ranks are given by position in the group.
+// Throws what the store throws.
 class Roll {
  public:
   Roll(std::shared_ptr<BoardStore> store, std::string key, size_t ranks)
       : store_(std::move(store)), key_(std::move(key)), ranks_(ranks), seen_((ranks + kBits - 1) / kBits) {}
 
-  void sign(size_t at);    // this rank has come; once
-  void unsign(size_t at);  // and left again
-  // Signs, for ranks that ask whether all have come; returns whether they have by now.
+  void sign(size_t at);    // adds this rank; once
+  void unsign(size_t at);  // removes it again
+  // Signs, for rolls that are asked whether all have signed; returns whether they have by now.
   bool answer(size_t at);
   bool all_answered();
 
   bool is_one_question() const { return seen_.size() == 1; }
-  // As of the last question, where one is about all of them; else of the last refresh().
+  // As of the last request, if that covers all ranks (is_one_question()); else of the last refresh().
   bool has(size_t at) const { return (seen_[at / kBits] & bit(at)) != 0; }
   std::vector<size_t> missing() const;
   void refresh();
@@ -39,7 +39,7 @@ class Roll {
   static uint64_t bit(size_t at) { return uint64_t{1} << at % kBits; }
 
   std::string word(size_t at) const { return key_ + "/" + std::to_string(at / kBits); }
-  std::string full() const { return key_ + "/full"; }  // how many words are, where there are several
+  std::string full() const { return key_ + "/full"; }  // how many words are full, if there are several
   bool is_full(size_t at) const;
   std::vector<std::string> keys() const;
 

@@ -9,19 +9,19 @@
 
 namespace meshcast {
 
-// The rendezvous store of a group as its protocols see it, over a connection that nobody waits on: a blocking
-// wait locks all other users of a connection out. Every call is short where the store answers, and may throw
-// what the store throws. Where it does not answer, a call may never return: torch has no limit for that.
+// The rendezvous store of a group as its protocols see it, over a connection without blocking waits, which
+// would lock out all its other users. Every call is short if the store answers, and may throw what the store
+// throws. If it does not answer, a call may never return: torch has no limit for that.
 class Store {
  public:
   virtual ~Store() = default;
   virtual void set(const std::string& key, const std::string& value) = 0;
-  // Sets a key whose value is `expected`, no key counting as the empty value. Returns the value it has then; of
-  // no key that is not set, `expected`.
+  // Sets a key if its value is `expected`; a missing key counts as the empty value. Returns the value it has
+  // then, or `expected` if the key is still missing.
   virtual std::string compare_set(const std::string& key, const std::string& expected,
                                   const std::string& desired) = 0;
-  // The value of a key, none if it is not set. In one question, since its rank may erase it between two, and a
-  // get() of no key waits for it. What is compared is the value of no key, so nothing is set.
+  // The value of a key, none if it is not set. In one request, since a rank may erase the key between two, and
+  // get() waits for a missing key. `none` is the value of no key, so this sets nothing.
   std::optional<std::string> value(const std::string& key) {
     const std::string none("\x01none");
     std::string found = compare_set(key, none, none);
@@ -30,10 +30,9 @@ class Store {
   }
   virtual int64_t add(const std::string& key, int64_t count) = 0;  // returns the sum
   virtual void erase(const std::string& key) = 0;
-  // The values of all these keys, in their order; none unless each is set. Of keys that nobody erases
-  // meanwhile.
+  // The values of all these keys, in their order; none unless each is set. No rank may erase one meanwhile.
   virtual std::optional<std::vector<std::string>> read(const std::vector<std::string>& keys) = 0;
-  // What the calls of all stores over one connection share, and lock each other out of.
+  // Identifies the connection that stores may share, whose calls lock each other out.
   virtual const void* connection() const = 0;
 };
 

@@ -11,10 +11,10 @@
 namespace meshcast {
 namespace {
 
-// What a control thread gets beyond the limit of a call, to report it.
+// Granted to a control thread beyond the limit of a call, to report it.
 constexpr auto kGrace = std::chrono::milliseconds(1600);
 
-// In seconds, more than none: a limit that has passed is still the call's own to report.
+// In seconds, above zero: the call itself reports a limit that has passed.
 double seconds_to(TimePoint deadline) {
   return std::max(std::chrono::duration<double>(deadline - Clock::now()).count(), 1e-3);
 }
@@ -30,7 +30,7 @@ bool is_aborted(const std::exception& error) {
   return typed && typed->kind() == ErrorKind::Aborted;
 }
 
-// This very call, in the generation that it was begun in: the next has no part in it.
+// Whether this call was refused in the generation in which it began: the next does not begin it.
 bool is_refused(const std::exception& error, CallId call) {
   const auto* typed = dynamic_cast<const Error*>(&error);
   return typed && typed->kind() == ErrorKind::PlanMismatch && typed->context().sequence == call.ordinal &&
@@ -69,7 +69,7 @@ std::shared_ptr<AgreedPlan> Transfer::agreed(const std::shared_ptr<GroupCore>& c
     try {
       found = core->agree_on(call, plans->text, plans->forward, plans->reverse, seconds_to(deadline));
     } catch (const Error& error) {
-      // A rank is missing: the ranks do not count calls alike from here on.
+      // A rank is missing: from here on, the ranks do not count calls in the same way.
       if (error.kind() == ErrorKind::Aborted || error.kind() == ErrorKind::DeadlineExceeded ||
           error.kind() == ErrorKind::PeerLost)
         core->abort(error.what());
@@ -129,7 +129,7 @@ bool Transfer::wait_until_tried(TimePoint limit) {
 
 Start::Start(std::shared_ptr<Transfer> transfer, std::shared_ptr<CallNumber> number, double timeout_seconds,
              bool reverse, std::string op)
-    // A backward has the ordinal of its forward, in a lane of its own.
+    // A backward has the ordinal of its forward, in the lane of backwards.
     : Command(reverse ? AgreedPlan::kReverseLane : transfer->lane,
               reverse ? std::optional(number->ordinal) : std::nullopt, deadline_after(timeout_seconds), true),
       group_(transfer->group),
@@ -173,8 +173,8 @@ void Start::make_final() {
   release();
 }
 
-// Null: it runs. One that was given up may run yet: it has failed. Who waits goes on once settled() has
-// returned.
+// Null: it runs. A start that was given up may still run: it has failed. Waiting threads continue once
+// settled() has returned.
 void Start::settle(const std::exception_ptr& error) {
   {
     const std::lock_guard lock(mutex_);
@@ -267,7 +267,7 @@ bool Start::is_completed() {
   return true;
 }
 
-// Of a backward: what its forward agreed on, in this generation of the group.
+// For a backward: what its forward agreed on, in this generation of the group.
 std::shared_ptr<AgreedPlan> Start::agree(Transfer& transfer, const std::shared_ptr<GroupCore>& core) {
   if (!reverse_) {
     auto agreed = transfer.agreed(core, call(), deadline);
@@ -299,7 +299,7 @@ Command::Begun Start::begin(const std::shared_ptr<GroupCore>& core, const std::e
     core_ = core;
     generation_ = group.generation();
     transfer = transfer_;
-    if (!reverse_) number_->ordinal = *ordinal;  // who gives it up may be here at the same time
+    if (!reverse_) number_->ordinal = *ordinal;  // a thread that gives it up may be here at the same time
   }
   bool starts = false;
   Begun begun = Begun::Done;

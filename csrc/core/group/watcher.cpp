@@ -15,20 +15,20 @@ namespace {
 using std::chrono::milliseconds;
 using Seconds = std::chrono::duration<double>;
 
-// Between looks at the bulletin; of many ranks longer, since they share the store. So one store answers up to
+// Between looks at the bulletin; longer for many ranks, since they share the store. So one store answers up to
 // some 700 looks a second, and one rank asks at most twice a second for a call that takes long.
 constexpr auto kLook = milliseconds(200);
 constexpr auto kLongestLook = milliseconds(800);
 constexpr auto kLookOfRank = std::chrono::microseconds(1600);
-constexpr auto kStall = milliseconds(2000);  // a call this old says what it is (or a quarter of its limit)
-constexpr auto kRefusalTold = milliseconds(1000);  // after a refusal all ranks know whether the group goes on
-// Calls of other lanes have no order with a refused one. A rank that is done with them may have left.
+constexpr auto kStall = milliseconds(2000);        // a call this old, or a quarter of its limit, posts itself
+constexpr auto kRefusalTold = milliseconds(1000);  // by then all ranks know the decision on a refusal
+// Calls of other lanes have no order with a refused one. A rank that has finished them may have left.
 constexpr auto kOtherLanes = milliseconds(500);
-constexpr auto kBackwards = milliseconds(5000);  // likewise of backwards, where the refused call is a forward
+constexpr auto kBackwards = milliseconds(5000);  // the same for backwards, if the refused call is a forward
 constexpr auto kLeavePause = milliseconds(1);
-constexpr auto kStoreGrace = Reporters::kStoreGrace;  // after it ticks decide alone
+constexpr auto kStoreGrace = Reporters::kStoreGrace;  // after it, ticks decide alone
 constexpr auto kPostingGeneration = std::chrono::seconds(60);
-constexpr auto kPinGrace = milliseconds(2000);  // an aborted request may take this long to let go
+constexpr auto kPinGrace = milliseconds(2000);  // within which an aborted request frees its memory
 
 double limit_of(const RunState& run) { return Seconds(run.deadline() - run.started()).count(); }
 
@@ -37,7 +37,7 @@ TimePoint stall_time(const RunState& run) {
   return run.started() + std::min<Clock::duration>(kStall, quarter);
 }
 
-// gloo names a peer as "[127.0.0.1]:4711" and in no other way.
+// gloo always names a peer as "[127.0.0.1]:4711".
 std::string address_in(const std::string& text) {
   const size_t begin = text.find('[');
   const size_t close = text.find("]:", begin == std::string::npos ? 0 : begin);
@@ -75,7 +75,7 @@ Watcher::Local::Local(const RunState& run)
 void Watcher::stop() {
   if (!std::exchange(watched_, false) || work_->forked()) return;
   work_->remove(*this);
-  // Told before this rank's connections go: else the others would find them broken and blame this rank.
+  // Posted before this rank's connections close: else the others would find them broken and name this rank.
   const TimePoint limit = Clock::now() + kStoreGrace;
   std::unique_lock lock(mutex_);
   unheard_ = false;
@@ -141,7 +141,7 @@ void Watcher::note_local(Cause cause, const RunState* run, bool known) {
     local_->seen = Clock::now();
     published_ = known;
   }
-  // Where no thread can be had, ticks will end the runs.
+  // If no thread is available, ticks end the runs.
   if (!known) want_report();
   work_->wake(true);
 }
@@ -166,7 +166,7 @@ void Watcher::transport_failed(int32_t peer, const TransportError& error, const 
 void Watcher::run_failed(const Error& error, const RunState& run) {
   if (failed()) return;
   std::string text = error.what();
-  const std::string me = fmt::format("rank {}: ", group_.rank);  // which give_up() puts there
+  const std::string me = fmt::format("rank {}: ", group_.rank);  // which give_up() adds
   if (text.starts_with(me)) text.erase(0, me.size());
   note_local({static_cast<int32_t>(error.kind()), group_.rank, error.context().peer, std::move(text)}, &run);
 }
@@ -183,8 +183,8 @@ void Watcher::adopt(const Cause& cause) {
   give_up(cause);
 }
 
-// What this rank saw gives the numbers (elapsed, bytes); the first cause, perhaps another rank's, gives kind
-// and text.
+// Numbers (elapsed, bytes) come from what this rank saw; kind and text from the first cause, perhaps another
+// rank's.
 void Watcher::give_up(const Cause& given) {
   Local local;
   Cause cause;
@@ -202,8 +202,8 @@ void Watcher::give_up(const Cause& given) {
   end_with(cause, error_of_cause(cause, local));
 }
 
-// Of two ranks that called differently: the one that differs from this rank. In another call it cannot know,
-// and names the one that came later, from which most others differ.
+// For two ranks that called differently: the one that differs from this rank. If this rank is in another call,
+// it cannot know, and names the one that came later, from which most others differ.
 int32_t Watcher::peer_of(const Cause& cause) {
   const int32_t told = peer_in(cause, group_.rank);
   const std::string reported = fmt::format("\n  rank {}: ", cause.reporter);
@@ -280,7 +280,7 @@ void Watcher::leave_with(CallId call, TimePoint deadline, double limit) {
                     {.op = "reshard", .sequence = call.ordinal, .phase = "start", .limit = limit});
 }
 
-// Of a call that came before a refused one and ends with it all the same.
+// The error of a call that came before a refused one and still ends with it.
 Error Watcher::error_before(const RunState& run, const RefusedCall& refused) {
   const Local local(run);
   if (Clock::now() >= run.deadline()) return error_of_cause(describe_overdue(run, ""), local);
@@ -294,8 +294,8 @@ Error Watcher::error_before(const RunState& run, const RefusedCall& refused) {
 void Watcher::end_if_refused() {
   bool ends = false;
   bool hopeless = false;
-  bool waits = false;  // for a call that came before
-  bool late = false;   // a call has reached its limit, and none may outlive that
+  bool waits = false;  // for an earlier call
+  bool late = false;   // a call has reached its limit, which none may exceed
   Runs before;
   TimePoint seen;
   Cause cause;
@@ -369,7 +369,7 @@ void Watcher::report() {
     else
       look();
   } catch (const Error& error) {
-    // A mismatch found by comparing descriptors; every rank that compares finds the same.
+    // A mismatch of descriptors; every rank that compares them finds the same.
     const Cause cause{static_cast<int32_t>(error.kind()), group_.rank, error.context().peer, error.what()};
     note_local(cause, nullptr);
     give_up(cause);
@@ -385,7 +385,7 @@ void Watcher::report() {
   reporting_ = false;
 }
 
-// A lost connection may be the echo of somebody's abort: whoever wrote first is right.
+// A lost connection may be the echo of another rank's abort: the first posted cause is right.
 void Watcher::publish(const Local& local) {
   const Cause first = bulletin_.settle_cause(local.cause);
   {
@@ -420,7 +420,7 @@ void Watcher::look() {
 }
 
 // Two ranks may refuse one call each, and the refusal of the later call may be the first on the board. The rank
-// that refused the earlier one takes no part in those between the two: others would wait there for it.
+// that refused the earlier call takes no part in calls between the two, where others would wait for it.
 void Watcher::look_for_earlier_refusals() {
   const auto known = refused();
   const auto before = [&](const std::shared_ptr<RunState>& run) {
@@ -439,7 +439,7 @@ void Watcher::look_for_earlier_refusals() {
   end_if_refused();
 }
 
-// For a rank that refuses a call and cannot tell from its arguments which ranks wait for it.
+// For a rank that refuses a call whose arguments do not show which ranks wait for it.
 void Watcher::tell_where_it_waits(const Runs& runs) {
   std::map<int32_t, int64_t> oldest;
   for (const auto& run : runs) {
@@ -475,8 +475,8 @@ std::vector<int32_t> Watcher::silent_in(Roll& standing) const {
   return out;
 }
 
-// One notice for the oldest of the runs that wait: those behind it mostly wait for the same. Others have had
-// the time to say that they wait, too.
+// One notice, for the oldest of the waiting runs: those behind it mostly wait for the same ranks. By then other
+// ranks have had the time to post that they wait, too.
 void Watcher::notify_of_wait(const std::shared_ptr<RunState>& run, Roll& standing, TimePoint now) {
   const auto since = run->awaited_since(now);
   if (!since || now < stall_time(*run) + kRefusalTold) return;
@@ -491,10 +491,10 @@ void Watcher::notify_of_wait(const std::shared_ptr<RunState>& run, Roll& standin
                .ranks = silent_in(standing)});
 }
 
-// Phase 1: a call that stands still says what it is, once, and compares with the first that said so; a mismatch
-// throws. Phase 2: it looks whether a rank objects, less and less often. One that refuses a call in flight says
-// so by a cause of its own, but that takes a moment. Phase 3: past the deadline those that are not in the call
-// are named, since they are the ones it waits for.
+// Phase 1: a call that makes no progress posts its descriptor, once, and compares with the first that was
+// posted; a mismatch throws. Phase 2: it looks for an objection, less and less often. A rank that refuses a
+// call in flight posts a cause, but that takes a moment. Phase 3: past the deadline, the error names the ranks
+// that are not in the call, since it waits for those.
 void Watcher::look_for_stalls(const std::shared_ptr<RunState>& run, TimePoint now) {
   const TimePoint since = stall_time(*run);
   if (now < since) return;
@@ -542,20 +542,20 @@ bool Watcher::tick() {
         return (now >= run->deadline() && last_look_ < run->deadline()) ||
                (now - last_look_ >= pause_ && now - run->started() >= pause_);
       });
-  // note_local() has wanted a report already. A store that has failed is not to be flooded.
+  // note_local() has already requested a report. A failed store must not be flooded.
   const bool publishes_again = local && !knows_refusal_ && !published && now - last_look_ >= pause_;
   if (publishes_again || ((!local || knows_refusal_) && look_is_due)) {
     last_look_ = now;
     want_report();
   }
-  // The death of a peer on this host breaks no network connection that anybody waits on.
+  // The death of a peer on this host breaks no network connection that a run waits on.
   if (!failed()) engine_.check_peers();
   end_in_time(runs, local, now);
   return true;
 }
 
-// The order of the grace periods is what keeps names right: a report acts at the deadline, a tick kStoreGrace
-// later; at once where the store has not answered for that long already.
+// The order of the grace periods lets errors name the right rank: a report acts at the deadline, a tick
+// kStoreGrace later, or at once if the store has not answered for that long already.
 void Watcher::end_in_time(const Runs& runs, const std::optional<Local>& local, TimePoint now) {
   if (failed()) {
     if (failed_at_ == TimePoint{}) failed_at_ = now;

@@ -22,56 +22,55 @@
 
 namespace meshcast {
 
-// What a watcher looks after: the runs of a group, wherever their tensors are. Thread-safe.
+// What a watcher watches: the runs of a group, on CPUs or GPUs. Thread-safe.
 class Watched {
  public:
   virtual ~Watched() = default;
   virtual std::vector<std::shared_ptr<RunState>> in_flight() = 0;
   virtual std::exception_ptr error() const = 0;
   virtual void fail(std::exception_ptr error) = 0;       // the first call counts
-  virtual void leave_because(const Cause& /*cause*/) {}  // what peers are told by that; before fail()
-  virtual void check_peers() {}                          // now and then, while runs are in flight
+  virtual void leave_because(const Cause& /*cause*/) {}  // the cause that peers are notified of; before fail()
+  virtual void check_peers() {}                          // from time to time, while runs are in flight
 };
 
-// Decides when a group has failed and what the failure is called, so that no call blocks for ever and every
-// rank names the same culprit. Over gloo one failure closes connections between innocent ranks too; so a rank
-// that sees an error asks the bulletin for the first cause before it names anyone.
+// Decides when a group has failed and with which error, so that no call blocks for ever and every rank names
+// the same peer. Over gloo one failure also closes connections between other ranks; so a rank that sees an
+// error reads the first cause from the bulletin before it names a rank.
 //
-// It has a part in two threads. Ticks, on the work thread, never touch the store. A report, on a reporter, may
-// be held up by the store for good. So ticks end the runs with what this rank knows if the store does not
-// answer in time, and a report uses the engine only while stop() lets it in; the watcher itself lives until it
-// is over.
+// It runs on two threads. Ticks, on the work thread, never use the store. The store may block a report, on a
+// reporter, for ever. So ticks end the runs with what this rank knows if the store does not answer in time, and
+// a report may use the engine only until stop(); the watcher lives until its report is over.
 class Watcher final : public std::enable_shared_from_this<Watcher>, private Ticking, private Reporting {
  public:
-  // Made as a shared_ptr. Throws Error where no thread can be had.
+  // Made as a shared_ptr. Throws Error if no thread is available.
   Watcher(Watched& engine, GroupIdentity group, const std::shared_ptr<Store>& store);
   ~Watcher() override;
 
   void wake();  // a run was started
   void transport_failed(int32_t peer, const TransportError& error, const RunState& run);
-  void run_failed(const Error& error, const RunState& run);  // with a text that names all there is to name
+  void run_failed(const Error& error, const RunState& run);  // with a complete text
   void abort(const std::string& reason);
-  void adopt(const Cause& cause);  // found by other means than a run
-  // Before a start. Where this call, or one before it, is known to be refused: leave(). Throws DeadlineExceeded
-  // where the group has not ended by the limit of the call, in seconds.
+  void adopt(const Cause& cause);  // found by other means than a run's failure
+  // Before a start. If this call, or one before it, is known to be refused: leave(). Throws DeadlineExceeded if
+  // the group has not ended by the limit of the call, in seconds.
   void come_to(CallId call, double limit) {
     if (knows_refusal_.load(std::memory_order_relaxed) && !goes_before(call))
       leave_with(call, deadline_after(limit), limit);
   }
   void leave_with(CallId call, TimePoint deadline, double limit);
-  // Where the cause is a refused call: this rank has come to it. Returns once the calls before it have ended,
-  // and the group with them, or at `limit`; then that happens later, and it answers false.
+  // If the cause is a refused call: this rank has come to it. Returns true once the calls before it have ended,
+  // and the group with them; false at `limit`, and they end later.
   bool leave(TimePoint limit);
   int32_t rank() const { return group_.rank; }
   const std::shared_ptr<BoardStore>& board() const { return bulletin_.store(); }
-  std::optional<RefusedCall> refused();  // where that is why the group has failed
+  std::optional<RefusedCall> refused();  // if that is why the group has failed
 
   // Posts what only this rank knows, if the store takes it soon. Afterwards the engine is not used any longer.
-  // Not from a tick or a report.
+  // Must not be called from a tick or a report.
   void stop();
 
  private:
-  struct Local {  // what this rank saw, before the others were asked
+  struct Local {  // what this rank saw, before it asked the others
     Cause cause;
     TimePoint seen;
     double elapsed = -1;
@@ -114,7 +113,7 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   void note_local(Cause cause, const RunState* run, bool known = false);
   void give_up(const Cause& given);  // fails the engine, under the first cause
   void end_with(const Cause& cause, const Error& error);
-  void end_if_refused();  // unless calls that came before it are in flight, or this rank has yet to come to it
+  void end_if_refused();          // unless earlier calls are in flight, or this rank has yet to come to it
   bool goes_before(CallId call);  // a refused one
   bool failed() const { return engine_.error() != nullptr; }
 
@@ -128,11 +127,11 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   Condition told_;  // published_, unheard_
   std::optional<Local> local_;
   std::optional<Cause> first_;  // why the engine has failed, or will when it is left
-  // Where that is a refused call: since when this rank knows, whether it has come there, and whether a call
-  // before it can come to no good end.
+  // If that is a refused call: since when this rank knows, whether it has come to it (leaves_), and whether a
+  // call before it cannot succeed any longer (hopeless_).
   TimePoint refusal_seen_{};
-  std::optional<RefusedCall> earlier_;  // that another rank refused, before it knew of that
-  std::optional<CallId> broken_;        // lost a peer before this rank knew of that
+  std::optional<RefusedCall> earlier_;  // that another rank refused before it knew of first_
+  std::optional<CallId> broken_;        // that lost a peer before this rank knew of first_
   bool leaves_ = false;
   bool hopeless_ = false;
   std::atomic<bool> knows_refusal_{false};
@@ -143,12 +142,12 @@ class Watcher final : public std::enable_shared_from_this<Watcher>, private Tick
   // The reports' own notes; one report runs at a time.
   struct Posted {
     TimePoint when;
-    TimePoint asks;  // for an objection, next
+    TimePoint asks;  // for an objection, the next time
     std::weak_ptr<RunState> run;
   };
   std::map<std::pair<int32_t, int64_t>, Posted> posted_;  // calls (lane, ordinal) that are on the bulletin
   std::weak_ptr<RunState> long_wait_;                     // the last run whose wait was worth a notice
-  std::map<int32_t, int64_t> told_waits_;                 // by lane, the call that it says this rank is in
+  std::map<int32_t, int64_t> told_waits_;  // by lane, the call that this rank has posted as its oldest
 
   const Clock::duration pause_;  // between looks
   // The ticks' own notes.

@@ -18,7 +18,7 @@ struct Before {
   bool operator()(const Box& a, const Box& b) const { return before(a, b); }
 };
 
-// What of `box` is outside of `inner`, which is inside of it: at most two boxes a dimension.
+// The rest of `box` without `inner`, which it contains: at most two boxes for each dimension.
 void subtract(Box box, const Box& inner, std::vector<Box>* out) {
   for (int d = 0; d < box.ndim; ++d) {
     if (box.lo[d] < inner.lo[d]) {
@@ -36,7 +36,7 @@ void subtract(Box box, const Box& inner, std::vector<Box>* out) {
   }
 }
 
-// Boxes that do not overlap; adding one cuts those that it meets.
+// Boxes that do not overlap; adding one cuts those that it overlaps.
 class TileSet {
  public:
   void add(const Box& box, std::pair<int32_t, int32_t> holder) {
@@ -47,7 +47,7 @@ class TileSet {
       return;
     }
     std::vector<Box> left{box};
-    // What is cut off goes to the end, where the loop comes by.
+    // Parts that are cut off are appended, and the loop reaches them later.
     for (size_t t = 0; t < tiles_.size() && !left.empty(); ++t) {
       std::vector<Box> still;
       for (const Box& part : left) {
@@ -159,7 +159,7 @@ std::vector<TileMeeting> meet_tiles(const std::vector<BoxTile>& held, const std:
     const Box& box = wanted[w].box;
     int64_t missing = box.volume();
     for (size_t h = 0; h < held.size() && missing > 0; ++h) {
-      // Both are in row-major order: no later one begins before the end of `box`.
+      // Both lists are in row-major order: no later one begins before the end of `box`.
       if (box.ndim > 0 && held[h].box.lo[0] >= box.hi[0]) break;
       const Box common = intersect(held[h].box, box);
       if (common.empty()) continue;

@@ -14,18 +14,18 @@ struct BoxTile {
   std::vector<std::pair<int32_t, int32_t>> holders;
 };
 
-// Any valid layout as boxes that do not overlap, in row-major order. Where boxes of several ranks overlap, they
-// are cut. Throws LayoutError beyond the largest number of boxes.
+// Any valid layout as boxes that do not overlap, in row-major order. Overlapping boxes of several ranks are
+// cut. Throws LayoutError beyond the largest number of boxes.
 std::vector<BoxTile> box_tiles(const Layout& layout, const std::vector<int64_t>& shape);
 
-// Where a box that is held and one that is wanted meet, by their indices.
+// The intersection of a held and a wanted box, with their indices.
 struct TileMeeting {
   Box box;
   size_t held = 0;
   size_t wanted = 0;
 };
 
-// All of them, in row-major order. Throws LayoutError naming a box that is wanted and not held.
+// All intersections, in row-major order. Throws LayoutError naming a box that is wanted and not held.
 std::vector<TileMeeting> meet_tiles(const std::vector<BoxTile>& held, const std::vector<BoxTile>& wanted);
 
 }  // namespace meshcast

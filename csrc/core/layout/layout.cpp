@@ -61,7 +61,7 @@ void check_placement(const Placement& p, size_t mesh_dim, size_t ndim) {
   throw LayoutError("unknown placement kind " + std::to_string(static_cast<int>(p.kind)) + where);
 }
 
-// "[0..7]" where the ranks count up by one, else the first ones spelled out.
+// "[0..7]" if the ranks count up by one, else the first ranks in full.
 std::string ranks_text(const std::vector<int32_t>& ranks) {
   bool consecutive = true;
   for (size_t i = 1; i < ranks.size(); ++i) {
@@ -83,7 +83,7 @@ std::string box_text(const Box& box) {
   return out + "]";
 }
 
-// Whether the memory that a piece names lies inside its local tensor.
+// Whether the memory of a piece is inside its local tensor.
 bool fits_local(const Shard& shard, size_t index) {
   const ShardPiece& piece = shard.pieces[index];
   std::array<int64_t, kMaxDims> last = piece.local;
@@ -102,7 +102,7 @@ bool fits_local(const Shard& shard, size_t index) {
   return true;
 }
 
-// Boxes come from users and from other ranks' words, so nothing about them is taken for granted.
+// Boxes come from users and from other ranks, so everything about them is checked.
 void check_boxes(const Layout& layout, const std::vector<int64_t>& shape) {
   if (layout.mesh.shape.size() != 1 || layout.by_boxes.size() != layout.mesh.ranks.size())
     throw LayoutError(
@@ -154,9 +154,9 @@ void validate(const Layout& layout, const std::vector<int64_t>& shape) {
   for (size_t m = 0; m < layout.placements.size(); ++m) check_placement(layout.placements[m], m, shape.size());
 }
 
-// The shards of a mesh in the order of its ranks. Per dimension of the tensor, a rank's coordinates on the mesh
-// dimensions that cut it name a part, which is a list of intervals: several where _StridedShard deals them out.
-// The pieces of a shard are the products of its intervals over all dimensions.
+// The shards of a mesh in the order of its ranks. For each dimension of the tensor, a rank's coordinates on the
+// mesh dimensions that cut it give a part, which is a list of intervals: several only under _StridedShard. The
+// pieces of a shard are the products of its intervals over all dimensions.
 std::vector<Shard> shards(const Layout& layout, const std::vector<int64_t>& shape) {
   validate(layout, shape);
   if (!layout.by_boxes.empty()) return layout.by_boxes;

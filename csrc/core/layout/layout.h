@@ -42,8 +42,8 @@ struct ShardPiece {
   friend bool operator==(const ShardPiece&, const ShardPiece&) = default;
 };
 
-// How a box lies in a local tensor of other dimensions than its own: a step along dimension d of the box is
-// step[d] steps along dimension axis[d] of the local tensor.
+// The place of a box in a local tensor with other dimensions: a step along dimension d of the box is step[d]
+// steps along dimension axis[d] of the local tensor.
 struct BoxPlace {
   std::array<int8_t, kMaxDims> axis{};
   std::array<int64_t, kMaxDims> step{};
@@ -51,7 +51,7 @@ struct BoxPlace {
   friend bool operator==(const BoxPlace&, const BoxPlace&) = default;
 };
 
-// What one rank holds. An empty shard has a local shape with a zero in it and no pieces.
+// The part of a tensor on one rank. An empty shard has a local shape with a zero in it and no pieces.
 struct Shard {
   int32_t rank = -1;
   std::vector<int64_t> local_shape;
@@ -62,7 +62,7 @@ struct Shard {
 };
 
 // A mesh and one placement for each of its dimensions; or, by boxes, a mesh of one dimension without
-// placements, and what each of its ranks holds.
+// placements, and the shard of each of its ranks.
 struct Layout {
   Mesh mesh;
   std::vector<Placement> placements;

@@ -9,7 +9,7 @@
 namespace meshcast {
 namespace {
 
-// A strided cut can turn one dimension into many intervals; past this the plan would drown in boxes.
+// A strided cut can turn one dimension into many intervals; past this a plan would have too many boxes.
 constexpr int64_t kMaxIntervals = int64_t{1} << 20;
 
 int64_t total_size(const std::vector<Interval>& list) {
@@ -44,8 +44,8 @@ Interval chunk_range(int64_t size, int64_t n, int64_t index) {
   return {std::min(size, index * step), std::min(size, (index + 1) * step)};
 }
 
-// One mesh dimension's cut of what a position holds so far. A strided shard first cuts into split_factor
-// blocks, then takes its part of every block (DTensor's _StridedShard).
+// One mesh dimension's cut of the intervals that a position holds so far. A strided shard first cuts into
+// split_factor blocks, then takes its part of every block (DTensor's _StridedShard).
 std::vector<Interval> cut(const std::vector<Interval>& held, const Placement& p, int64_t n, int64_t index) {
   std::vector<Interval> out;
   const int64_t size = total_size(held);

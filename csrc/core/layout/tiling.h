@@ -28,7 +28,7 @@ struct AxisTiling {
 struct Tiling {
   std::vector<AxisTiling> axes;
   std::vector<std::vector<int32_t>> holders;
-  // Which of the values to be reduced each holder has; parallel to `holders`, all zero without Partial.
+  // The number of the partial value that each holder has; parallel to `holders`, all zero without Partial.
   std::vector<std::vector<int32_t>> contribution;
   int32_t contributions = 1;
 

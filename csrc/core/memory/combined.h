@@ -42,8 +42,8 @@ MESHCAST_HOST_DEVICE T combined(T a, T b) {
       return a;  // refused by can_reduce
     }
   } else if constexpr (kAdds || kOp == ReduceOp::Product) {
-    // Integers wrap around, which only unsigned ones may; wide ones, since narrow ones become int. Only the low
-    // bits are kept, so how the high ones are filled does not matter.
+    // Integers wrap around, which is defined for unsigned ones only; 64 bits, since narrow ones are promoted to
+    // int. Only the low bits are kept, so the high ones do not matter.
     if constexpr (std::is_integral_v<T>) {
       const auto x = uint64_t{static_cast<std::make_unsigned_t<T>>(a)};
       const auto y = uint64_t{static_cast<std::make_unsigned_t<T>>(b)};
@@ -58,7 +58,7 @@ MESHCAST_HOST_DEVICE T combined(T a, T b) {
   }
 }
 
-// The end of an average of `count` values. Integers round towards zero; truth values have no mean.
+// The last step of an average of `count` values. Integers round towards zero; truth values have no mean.
 template <typename T>
 MESHCAST_HOST_DEVICE T divided(T x, int64_t count) {
   if constexpr (is_small_float<T>) {

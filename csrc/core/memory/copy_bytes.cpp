@@ -6,13 +6,13 @@
 namespace meshcast {
 namespace {
 
-constexpr size_t kLine = 64;  // bytes that come from memory, or are written out, together
+constexpr size_t kLine = 64;  // bytes that are read from memory, or written to it, together
 
-// Copies whole lines, to the beginning of one.
+// Copies whole lines; `to` is at the beginning of a line.
 using CopyLines = void (*)(std::byte* to, const std::byte* from, size_t nbytes, const std::byte* ahead);
 
-// Through the compiler's own vectors and builtins: the header that names those for both compilers is a
-// different one for each, and clang-tidy reads our code with GCC's.
+// Uses the compiler's vectors and builtins: each compiler has its own header of intrinsics, and clang-tidy
+// reads our code with GCC's.
 template <typename Vector, typename Store>
 [[gnu::always_inline]] inline void copy_lines(std::byte* to, const std::byte* from, size_t nbytes,
                                               const std::byte* ahead, const Store& store) {
@@ -94,7 +94,7 @@ void copy_bytes(std::byte* to, const std::byte* from, size_t nbytes, const std::
     nbytes -= head;
     const size_t lines = nbytes / kLine * kLine;
     const CopyLines copy = kCopyLinesOf[static_cast<size_t>(write)];
-    // Up to the end of a long run, its own bytes come next.
+    // In a long run, its own bytes come next, up to its end.
     const size_t within = lines > kCopyAhead ? lines - kCopyAhead : 0;
     copy(to, from, within, from + kCopyAhead);
     copy(to + within, from + within, lines - within, ahead);

@@ -9,12 +9,12 @@
 namespace meshcast {
 namespace {
 
-constexpr int64_t kBlock = 4096;   // words; they and their weights stay in a core's first cache
+constexpr int64_t kBlock = 4096;   // words; with their weights they fit into a core's L1 cache
 constexpr int64_t kPacked = 4096;  // bytes
 constexpr int64_t kPart = 256;     // bytes at a time; a number that the compiler knows gives better vectors
 constexpr int64_t kCacheLine = 64;
-// Bytes are asked for this far ahead, so that they have come from memory when it is their turn. Nothing happens
-// past the end of a tensor.
+// Bytes are prefetched this far ahead, so that they have arrived from memory when they are needed. Past the end
+// of a tensor this has no effect.
 constexpr int64_t kAhead = 8192;
 
 struct Weights {
@@ -24,7 +24,7 @@ struct Weights {
 
 constexpr Weights make_weights() {
   Weights out;
-  for (uint32_t i = 0; i < kBlock; ++i) {  // the end of MurmurHash3, which mixes 32 bits
+  for (uint32_t i = 0; i < kBlock; ++i) {  // the finalizer of MurmurHash3, which mixes 32 bits
     uint32_t x = i + 0x9E3779B9U;
     x = (x ^ x >> 16) * 0x85EBCA6BU;
     x = (x ^ x >> 13) * 0xC2B2AE35U;
@@ -51,10 +51,10 @@ Sums weights_of_block(int64_t block) {
   return {static_cast<uint32_t>(x) | 1U, static_cast<uint32_t>(x >> 32) | 1U};
 }
 
-// Where no value is a NaN, none has a magnitude above the limit.
+// If no value is a NaN, none has a magnitude above the limit.
 constexpr DigestNans kNoNans{0, ~uint64_t{0}, ~uint64_t{0}};
 
-// Of n words of a block, from its word `at` on. ahead: bytes to those that are asked for meanwhile.
+// The sums of n words of a block, from its word `at` on. ahead: distance in bytes to the prefetched ones.
 using Sum = Sums (*)(const std::byte* from, int64_t at, int64_t n, const DigestNans& nans, int64_t ahead);
 
 // A value has 1, 2, 4 or 8 bytes; n is a multiple of its words.
@@ -98,7 +98,7 @@ Sums plain(const std::byte* from, int64_t at, int64_t n, const DigestNans& nans,
 }
 
 #if defined(__x86_64__)
-// The compiler makes vectors of it; those of 32 and 64 bytes, which not every processor has, each halve the
+// The compiler vectorises this; vectors of 32 and of 64 bytes, which not every processor has, each halve the
 // time.
 template <typename Value>
 [[gnu::target("avx2")]] Sums wide(const std::byte* from, int64_t at, int64_t n, const DigestNans& nans,
@@ -106,8 +106,8 @@ template <typename Value>
   return sums_of<Value>(from, at, n, nans, ahead);
 }
 
-// Processors that multiply and add words in one instruction run those of 64 bytes at full speed. The first ones
-// that had such vectors did not, and lacked that instruction.
+// Processors that multiply and add words in one instruction run vectors of 64 bytes at full speed. The first
+// ones with such vectors did not, and lacked that instruction.
 template <typename Value>
 [[gnu::target("avx512bw,avx512vnni")]] Sums widest(const std::byte* from, int64_t at, int64_t n,
                                                    const DigestNans& nans, int64_t ahead) {
@@ -143,7 +143,7 @@ class Digest {
 
   uint64_t total() const { return uint64_t{total_.upper} << 32 | total_.lower; }
 
-  // Elements one behind the other in memory and in the tensor.
+  // Elements that are contiguous in memory and in the tensor.
   void add(const std::byte* from, int64_t element, int64_t n) {
     const int64_t by_element = element_bytes_ / word_bytes_;
     int64_t position = element * by_element;
@@ -160,7 +160,7 @@ class Digest {
     }
   }
 
-  // Elements that are not, in either.
+  // Elements that are not contiguous in one of them, or in both.
   void add_apart(const std::byte* from, int64_t stride, int64_t element, int64_t step, int64_t n) {
     std::array<std::byte, kPacked> packed;
     const int64_t most = step == 1 ? kPacked / element_bytes_ : 1;
@@ -196,7 +196,7 @@ class Digest {
   Sums total_;
 };
 
-// Those of the last `ndim` dimensions out of `of`.
+// The steps of the last `ndim` of `of` dimensions.
 std::array<int64_t, kMaxDims> last_of(const std::array<int64_t, kMaxDims>& step, int of, int ndim) {
   std::array<int64_t, kMaxDims> out{};
   for (int d = 0; d < ndim; ++d) out[d] = step[d + of - ndim];

@@ -9,22 +9,22 @@
 
 namespace meshcast {
 
-// What the elements of a tensor are: only reductions and casts ask.
+// The type of a tensor's elements; used only by reductions and casts.
 enum class ElementType : uint8_t {
-  None,  // unknown, or one that can be neither reduced nor cast
+  None,  // unknown, or a type that can be neither reduced nor cast
 #define MESHCAST_ELEMENT_TYPE(name, ...) name,
 #include "memory/element_types.def"
 };
 
-// Not std::complex, whose product has special rules for infinities that torch does not follow and that a
-// kernel cannot call.
+// Used instead of std::complex, whose product has special rules for infinities, which torch does not follow and
+// a kernel cannot call.
 template <typename T>
 struct Complex {
   T re;
   T im;
 };
 
-// What reductions a type has.
+// The reductions that a type supports.
 enum class Reductions : uint8_t { Never, All, NoMean, NoOrder };
 
 struct ElementTraits {
@@ -44,20 +44,20 @@ inline constexpr ElementTraits kElementTypes[] = {
 
 constexpr const ElementTraits& traits_of(ElementType type) { return kElementTypes[static_cast<size_t>(type)]; }
 
-// Of one element in bytes; 0 for None.
+// The size of one element in bytes; 0 for None.
 constexpr int64_t size_of(ElementType type) { return traits_of(type).bytes; }
 
-// Whether partial values of this type have this reduction.
+// Whether partial values of this type support this reduction.
 bool can_reduce(ElementType type, ReduceOp op);
 
 // Whether packing and unpacking can cast one into the other: between different floats of 32 bits or less.
 bool can_cast(ElementType from, ElementType to);
 
-// Whether every `wire` that became a `type` is the same `type` again after one more way through `wire`: a rank
-// that forwards what it has unpacked may have to pack it again from there.
+// Whether every value that was cast from `wire` to `type` is unchanged by another cast to `wire` and back: a
+// rank that forwards what it has unpacked may have to pack it again from there.
 bool returns_through(ElementType wire, ElementType type);
 
-// Calls visit with a value of the C++ type of a type that some reduction takes; all others throw.
+// Calls visit with a value of the C++ type of a type that some reduction supports; throws for all others.
 template <typename Visit>
 void visit_reduced(ElementType type, const Visit& visit) {
 #define MESHCAST_ELEMENT_TYPE(name, cpp_type, reductions, ...) \

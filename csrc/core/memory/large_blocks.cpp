@@ -19,12 +19,12 @@ struct Block {
   size_t nbytes = 0;  // whole pages
 };
 
-// From the block that was freed first to the last. An array, since freeing must not need memory.
+// In the order of their release. An array, since freeing must not allocate memory.
 struct Kept {
   std::mutex mutex;
   std::array<Block, kKeptBytes / kLargeBlock> blocks;
   size_t count = 0;
-  size_t nbytes = 0;  // of all of them
+  size_t nbytes = 0;  // of all blocks
 
   Block remove_locked(size_t index) {
     const Block out = blocks[index];
@@ -42,8 +42,8 @@ size_t whole_pages(size_t nbytes) {
   return (nbytes + page - 1) / page * page;
 }
 
-// A huge page lies on a boundary of its size. So the mapping is larger than the block by one, and what lies
-// outside the block is given back.
+// A huge page begins at a multiple of its size. So the mapping is larger than the block by one page, and the
+// rest is unmapped.
 void* map_block(size_t nbytes) {
   void* const all =
       mmap(nullptr, nbytes + kLargeBlock, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -52,11 +52,11 @@ void* map_block(size_t nbytes) {
   const size_t before = (kLargeBlock - reinterpret_cast<uintptr_t>(begin) % kLargeBlock) % kLargeBlock;
   if (before > 0) munmap(begin, before);
   munmap(begin + before + nbytes, kLargeBlock - before);
-  madvise(begin + before, nbytes, MADV_HUGEPAGE);  // without huge pages, or refused: small ones serve as well
+  madvise(begin + before, nbytes, MADV_HUGEPAGE);  // if this fails, small pages are used
   return begin + before;
 }
 
-// Unmaps the oldest until the rest may stay.
+// Unmaps the oldest blocks until the rest may stay.
 void keep(const Block& block) {
   Kept& kept = kept_of_process.get();
   for (;;) {
@@ -82,7 +82,7 @@ void* take_large_block(size_t nbytes) {
   Kept& kept = kept_of_process.get();
   {
     const std::lock_guard lock(kept.mutex);
-    for (size_t i = kept.count; i-- > 0;)  // the last is the likeliest to be in the caches
+    for (size_t i = kept.count; i-- > 0;)  // the last is the most likely to be in the caches
       if (kept.blocks[i].nbytes == nbytes) return kept.remove_locked(i).memory;
   }
   return map_block(nbytes);

@@ -10,7 +10,7 @@
 namespace meshcast {
 namespace {
 
-// Loads and stores by memcpy: free of alignment rules, and vectorised all the same.
+// Loads and stores by memcpy, which has no alignment rules and is still vectorised.
 template <ReduceOp kOp, typename T>
 void combine_block(const std::byte* own, std::byte* carried, int64_t n) {
   constexpr auto kSize = static_cast<int64_t>(sizeof(T));
@@ -57,7 +57,7 @@ void combine(const StridedView& own, std::byte* carried, ElementType type, Reduc
     });
   };
   if (own.contiguous()) return combine_range(own.data, 0, nbytes);
-  // A block at a time through the cache; blocks hold whole elements of any size.
+  // One block at a time through the cache; a block holds whole elements of any size.
   alignas(64) std::array<std::byte, size_t{16} * 1024> block;
   for (int64_t offset = 0; offset < nbytes;) {
     const int64_t n = std::min<int64_t>(static_cast<int64_t>(block.size()), nbytes - offset);

@@ -9,7 +9,7 @@
 namespace meshcast {
 namespace {
 
-// Fixed-size element copies compile to plain loads and stores; memcpy keeps them free of alignment rules.
+// Element copies of fixed sizes compile to plain loads and stores; memcpy has no alignment rules.
 template <int64_t kBytes>
 void copy_elements(const std::byte* from, int64_t from_stride, std::byte* to, int64_t to_stride, int64_t n) {
   for (int64_t i = 0; i < n; ++i) std::memcpy(to + i * to_stride, from + i * from_stride, kBytes);
@@ -30,8 +30,8 @@ void copy_apart(const std::byte* from, int64_t from_stride, std::byte* to, int64
   }
 }
 
-// The dense runs of a copy, which are all of one size. Each is copied once the one is known that lies
-// kCopyAhead bytes behind it in their order, so that it comes from memory meanwhile.
+// The dense runs of a copy, all of the same size. Each is copied once the run kCopyAhead bytes after it, in
+// their order, is known, so that this one can be prefetched meanwhile.
 class RunsAhead {
  public:
   explicit RunsAhead(Write write) : write_(write) {}

@@ -31,7 +31,7 @@ StridedView packed_like(const StridedView& view, std::byte* data);
 void pack(const StridedView& view, std::byte* out);
 void unpack(const std::byte* in, const StridedView& view, Write write = Write::Cached);
 
-// The same for the bytes [offset, offset + nbytes) of the packed form, wherever they begin and end.
+// The same for the bytes [offset, offset + nbytes) of the packed form, which may begin and end anywhere.
 void pack_range(const StridedView& view, int64_t offset, int64_t nbytes, std::byte* out);
 void unpack_range(const std::byte* in, const StridedView& view, int64_t offset, int64_t nbytes,
                   Write write = Write::Cached);

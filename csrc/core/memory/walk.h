@@ -7,10 +7,9 @@
 
 namespace meshcast {
 
-// The elements of two strided boxes of equal extents, pair by pair. The dimensions that are jointly dense are
-// merged away; what is left is a nest of loops around one innermost run, which is all that `visit` sees: where
-// the run begins in either (strides' units, from the first element), the distance of its elements, and how
-// many there are.
+// The elements of two strided boxes of equal extents, pair by pair. Jointly dense dimensions are merged, which
+// leaves a nest of loops around one innermost run. `visit` gets, for either box, the begin of the run (in units
+// of the strides, from the first element) and the distance of its elements, and then their number.
 template <typename Visit>
 void walk_runs(int ndim, const std::array<int64_t, kMaxDims>& extent, const std::array<int64_t, kMaxDims>& a,
                const std::array<int64_t, kMaxDims>& b, const Visit& visit) {
@@ -48,9 +47,9 @@ void walk_runs(int ndim, const std::array<int64_t, kMaxDims>& extent, const std:
   }
 }
 
-// Cuts the bytes [begin, end) of the packed form of `view` into views and gives each, in order, to `visit`,
-// with the position of its first element: `first` is that of the view's, and `step` how far those of its
-// dimensions are apart.
+// Cuts the bytes [begin, end) of the packed form of `view` into views and passes each, in order, to `visit`,
+// with the position of its first element. `first` is the position of the view's first element, `step` the
+// distance of neighbouring positions in each dimension.
 template <typename Visit>
 void walk_range(const StridedView& view, int64_t begin, int64_t end, int64_t first,
                 const std::array<int64_t, kMaxDims>& step, const Visit& visit) {

@@ -6,7 +6,7 @@
 namespace meshcast {
 namespace {
 
-constexpr int64_t kImproveRounds = 6;  // of another order for the hops of the best plan
+constexpr int64_t kImproveRounds = 6;  // of reordering the hops of the best plan
 constexpr int64_t kUrgeRounds = 12;
 
 struct PortLoad {
@@ -15,7 +15,7 @@ struct PortLoad {
   bool operator<(const PortLoad& other) const { return std::tie(ns, hops) < std::tie(other.ns, other.hops); }
 };
 
-// No schedule of hops ends before their busiest port: cheaper to know than the schedule.
+// No schedule of hops ends before their busiest port, which is cheaper to find than the schedule.
 PortLoad busiest_port(const std::vector<Hop>& hops, const std::vector<Chunk>& chunks, const Network& network) {
   std::vector<PortLoad> busy(static_cast<size_t>(network.port_count()));
   PortLoad out;
@@ -72,8 +72,8 @@ bool BestPlan::offer_once(Strategy strategy, Draft draft, const Network& network
 }
 
 bool BestPlan::offer_in_order(Strategy strategy, Draft draft, const Network& network) {
-  // The order of hops in a plan is that in which ranks issue them, so it must follow the times.
-  // Plans of many hops are not scheduled once more (urge): there is no need to keep how they were drafted.
+  // The order of hops in a plan is that in which ranks issue them, so it must follow the times. Plans of many
+  // hops are not scheduled again (urge), so their draft need not be kept.
   const bool keeps = 2 * static_cast<int64_t>(draft.hops.size()) <= kRetryHops;
   std::vector<Hop> hops = keeps ? draft.hops : std::move(draft.hops);
   if (!keeps) draft.hops.clear();
@@ -100,8 +100,8 @@ void BestPlan::urge(const Network& network) {
   std::vector<int32_t> urgency(static_cast<size_t>(network.port_count()), kUrgency);
   Schedule now{plan_.hops, plan_.times, plan_.makespan_ns};
   const auto hops = static_cast<int64_t>(last_.hops.size());
-  // Urgency multiplies the work that a port has left, as the scheduler sees it (schedule.h). It only ever
-  // rises, and the best of all rounds is kept, so a round that makes things worse does no harm.
+  // Urgency multiplies the work that a port has left, as the scheduler sees it (schedule.h). It never falls,
+  // and the best of all rounds is kept, so a worse round does no harm.
   if (2 * hops > kRetryHops) return;  // one round alone seldom helps
   for (int64_t round = 1; round <= kUrgeRounds && !good() && round * hops <= kRetryHops; ++round) {
     raise_urgency(now, network, &urgency);
@@ -143,7 +143,7 @@ void BestPlan::improve(const Network& network) {
   const auto hops = static_cast<int64_t>(now.hops.size());
   for (int64_t round = 1; round <= kImproveRounds && !good() && 2 * round * hops <= kRetryHops; ++round) {
     Schedule next = reschedule(now, plan_.chunks, network);
-    // The order has settled: another round would hardly find anything else.
+    // The order no longer changes: another round would hardly find anything else.
     if (next.makespan_ns == now.makespan_ns) return;
     if (next.makespan_ns < plan_.makespan_ns) {
       plan_.hops = next.hops;
@@ -169,7 +169,7 @@ void BestPlan::raise_urgency(const Schedule& made, const Network& network,
     }
   }
   for (size_t l = 0; l < busy.size(); ++l) {
-    // Ports with work for 4/5 of the bound at least that still end after it: they idled when they should not
+    // Ports with work for at least 4/5 of the bound that still end after it: they idled when they should not
     // have.
     const int64_t late = end[l] - plan_.lower_bound_ns;
     if (late <= 0 || busy[l] < plan_.lower_bound_ns / 10 * 8) continue;

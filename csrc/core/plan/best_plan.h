@@ -11,8 +11,8 @@
 
 namespace meshcast {
 
-// Hops that may be scheduled in one search for a better plan (kinds of trees, urgency, forward-backward), all
-// its attempts together.
+// Hops that may be scheduled in one search for a better plan (kinds of trees, urgency, forward-backward), over
+// all its attempts.
 inline constexpr int64_t kRetryHops = 100'000;
 
 // Keeps the plan with the least makespan; the first of equals.
@@ -20,22 +20,22 @@ class BestPlan {
  public:
   explicit BestPlan(Plan* plan) : plan_(*plan) {}
 
-  // Returns the makespan of the draft's schedule, the largest number where it is known to lose.
+  // Returns the makespan of the draft's schedule, or INT64_MAX if the draft is known to lose.
   int64_t offer(Strategy strategy, Draft draft, const Network& network);
 
-  // The same where the makespan of a draft that loses is of no use: many of these are not scheduled. Returns
-  // whether it is the best plan now. `also_equal`: takes one that is as long as the best one, too.
+  // The same if the makespan of a losing draft is of no use: many of these are not scheduled. Returns whether
+  // it is the best plan now. `also_equal`: also takes one that is as long as the best one.
   bool offer_once(Strategy strategy, Draft draft, const Network& network, bool also_equal = false);
 
-  // The same, but every port takes its hops in the order in which the draft has them: nothing is scheduled,
-  // which takes a tenth of the time.
+  // The same, but every port takes its hops in the order of the draft: nothing is scheduled, which takes a
+  // tenth of the time.
   bool offer_in_order(Strategy strategy, Draft draft, const Network& network);
 
-  // Schedules the draft of the best plan again and again; ports that ended late for want of work that was
-  // theirs to do get more urgent each time, so that they come first where two ports want the same one.
+  // Schedules the draft of the best plan repeatedly. Ports that ended late because they had idled become more
+  // urgent each time, so that they come first if two ports compete for another.
   void urge(const Network& network);
 
-  // The best plan so far, to go back to.
+  // The best plan so far, to return to.
   struct State {
     Plan plan;
     Draft last;
@@ -44,7 +44,7 @@ class BestPlan {
   State save() const;
   void restore(const State& state);
 
-  // Puts the hops of the best plan into another order while that changes anything.
+  // Reorders the hops of the best plan while that changes anything.
   void improve(const Network& network);
 
   bool empty() const { return empty_; }
@@ -52,9 +52,9 @@ class BestPlan {
   // See good_ns.
   bool good() const { return !empty_ && plan_.makespan_ns <= good_ns(plan_.lower_bound_ns); }
 
-  // Whether the plan takes as long as its busiest port, and that as long as the bound, but for the nanosecond
-  // by which the time of each hop is rounded up. No other order of its hops is faster, and hardly any other
-  // hops.
+  // Whether the plan takes as long as its busiest port, and that as long as the bound, except for the
+  // nanosecond by which the time of each hop is rounded up. No other order of its hops is faster, and hardly
+  // any other hops.
   bool meets_bound(const Network& network) const;
 
   // Whether no port has so much to carry that the draft cannot meet the bound in any order.

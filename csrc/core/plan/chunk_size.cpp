@@ -54,8 +54,8 @@ int64_t shrink_chunks(const Inputs& in, const std::vector<Chunk>& chunks, int64_
   int64_t largest = 0;
   for (const Chunk& chunk : chunks) largest = std::max(largest, chunk.nbytes);
   largest = std::min(in.chunk_bytes, largest);
-  // Staging follows the size of chunks, except on ranks where trees of other chunks meet: some room for
-  // those.
+  // Staging grows with the size of chunks, except on ranks where trees of other chunks meet, which get some
+  // room.
   const auto fitting = static_cast<int64_t>(static_cast<__int128>(largest) * kStagingGoal / staging / 8 * 7);
   const int64_t chunk =
       fit_chunk_bytes(std::max(fitting, kSmallestChunk), in.tasks, in.bundles, most_hops(in.tasks, in.bundles));

@@ -6,14 +6,15 @@
 
 namespace meshcast {
 
-// Numbers below `count` in sets, each alone at first. Paths are halved on the way, so that a look-up is short.
+// Union-find of the numbers below `count`, each in its own set at first. Paths are halved, so that look-ups are
+// short.
 class DisjointSets {
  public:
   explicit DisjointSets(int32_t count) : parent_(static_cast<size_t>(count)) {
     std::iota(parent_.begin(), parent_.end(), 0);
   }
 
-  // The number that stands for the set of i.
+  // The representative of the set of i.
   int32_t find(int32_t i) {
     while (parent_[static_cast<size_t>(i)] != i) {
       int32_t& above = parent_[static_cast<size_t>(i)];
@@ -23,7 +24,7 @@ class DisjointSets {
     return i;
   }
 
-  // The root of a stands for both.
+  // The root of a represents both.
   void link(int32_t a, int32_t b) {
     const int32_t root = find(a);
     parent_[static_cast<size_t>(find(b))] = root;

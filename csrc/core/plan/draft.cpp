@@ -18,7 +18,7 @@ bool same_ranks(const Task& a, const Task& b) {
 
 }  // namespace
 
-// Boxes that touch in one dimension and agree in all others are a box again.
+// Boxes that touch in one dimension and are equal in all others form a box.
 bool join_boxes(const Box& next, Box* box) {
   int differs = -1;
   for (int d = 0; d < box->ndim; ++d) {
@@ -31,8 +31,8 @@ bool join_boxes(const Box& next, Box* box) {
   return true;
 }
 
-// A hash finds candidates, and their ranks are compared whole: tasks of one bundle share all routes, so two
-// that merely hash alike would send a box to ranks that do not need it.
+// A hash finds candidates, and their ranks are compared in full: tasks of one bundle share all routes, so a
+// collision would send a box to ranks that do not need it.
 std::vector<Bundle> bundle_tasks(const std::vector<Task>& tasks, const std::vector<Problem>& problems) {
   std::vector<Bundle> out;
   std::unordered_map<uint64_t, std::vector<int32_t>> seen;  // hash of the rank sets -> bundles
@@ -71,7 +71,7 @@ std::vector<Box> cut_box(const Box& box, int64_t max_elements) {
   std::vector<Box> open{box};
   for (int d = 0; d < box.ndim && !open.empty(); ++d) {
     if (open.front().volume() <= max_elements) break;
-    // All open boxes have one row in the dimensions before d, so they are cut alike.
+    // All open boxes have one row in the dimensions before d, so they are cut in the same way.
     const int64_t extent = box.extent(d);
     const int64_t row = open.front().volume() / extent;
     const int64_t rows = std::clamp<int64_t>(max_elements / row, 1, extent);
@@ -99,8 +99,8 @@ void Drafter::close_chunk(int32_t first_piece, int64_t nbytes) {
 }
 
 // Small boxes of a bundle fill a chunk together, in the order of their tasks. A box above the size is cut, and
-// its parts share chunks with nothing else: then most chunks are one box, which a rank may send from where it
-// lies.
+// its parts share chunks with nothing else: then most chunks are one box, which a rank may send without
+// packing.
 Drafter::Range Drafter::cut(const Bundle& bundle, int64_t chunk_bytes) {
   Range range;
   range.first = static_cast<int32_t>(draft_.chunks.size());
@@ -158,7 +158,7 @@ UnitCutter::UnitCutter(const Bundle& bundle, const std::vector<Task>& tasks,
 int32_t UnitCutter::next(int64_t nbytes, Drafter* drafter) {
   joined_.clear();
   int64_t have = 0;
-  // A unit that would overshoot by more than half of it is left for the next chunk.
+  // A unit that would exceed the size by more than half of the unit is left for the next chunk.
   while (!done() && (have == 0 || have + unit_bytes_[at_] / 2 <= nbytes)) {
     if (joined_.empty() || joined_.back().task != units_[at_].task ||
         !join_boxes(units_[at_].box, &joined_.back().box)) {

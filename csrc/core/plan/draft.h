@@ -9,8 +9,8 @@
 
 namespace meshcast {
 
-// Tasks with equal holders and receivers, planned as one: what is right for one is right for all, and their
-// small boxes share chunks.
+// Tasks with equal holders and receivers, planned as one: a plan for one is valid for all, and their small
+// boxes share chunks.
 struct Bundle {
   std::vector<int32_t> tasks;  // indices into the plan's tasks; the first one names holders and receivers
   int64_t nbytes = 0;
@@ -19,7 +19,7 @@ struct Bundle {
 std::vector<Bundle> bundle_tasks(const std::vector<Task>& tasks, const std::vector<Problem>& problems);
 
 // One edge of a route. Ranks are dense indices of the Network; `parent` is the edge of the same route that
-// brings the data to `src`, or -1 where src holds it. Parents come first.
+// brings the data to `src`, or -1 if src holds it. Parents come first.
 struct Edge {
   int32_t src = -1;
   int32_t dst = -1;
@@ -34,11 +34,11 @@ struct Draft {
   std::vector<ChunkPiece> pieces;
   std::vector<Chunk> chunks;
   std::vector<Hop> hops;  // global ranks; after < own index
-  // Parallel to hops or empty. Lower order goes first whatever else; due_ns is when the chunk of the hop would
-  // leave its holder in a steady stream.
+  // Parallel to hops or empty. Lower order always goes first; due_ns is when the chunk of the hop would leave
+  // its holder in a steady stream.
   std::vector<int64_t> order;
   std::vector<int64_t> due_ns;
-  // How long a port may stay idle for another one that has more work left, in units of hop time / kPatience.
+  // How long a port may idle to wait for another one with more work left, in units of hop time / kPatience.
   int32_t patience = 0;
 };
 inline constexpr int32_t kPatience = 16;
@@ -46,7 +46,7 @@ inline constexpr int32_t kPatience = 16;
 // The most staging of any rank (see staging.h) if the hops of a draft are executed.
 int64_t peak_staging(const std::vector<Problem>& problems, const std::vector<Task>& tasks, const Draft& draft);
 
-// The most hops a plan may have, whatever the tensor.
+// The most hops of any plan.
 inline constexpr int64_t kMaxHops = int64_t{1} << 22;
 
 // Cuts bundles into chunks and routes into hops.
@@ -55,8 +55,8 @@ class Drafter {
   Drafter(const std::vector<Task>& tasks, const std::vector<Problem>& problems, const Network& network)
       : tasks_(tasks), problems_(problems), network_(network) {}
 
-  // Adds the chunks of `bundle`, none above `chunk_bytes` where a single element allows it, of nearly equal
-  // size. Returns the range [first, last) of their indices.
+  // Adds the chunks of `bundle`, of nearly equal size, none above `chunk_bytes` unless a single element is.
+  // Returns the range [first, last) of their indices.
   struct Range {
     int32_t first = 0;
     int32_t last = 0;
@@ -66,11 +66,11 @@ class Drafter {
   // Adds a chunk of the given pieces (UnitCutter).
   int32_t add_chunk(const ChunkPiece* begin, const ChunkPiece* end, int64_t nbytes);
 
-  // Adds one hop for each edge of the route. Throws LayoutError beyond the largest number of hops.
-  // `order` and `due_ns` as in Draft; -1 for none, which is zero where other routes have one.
+  // Adds one hop for each edge of the route. Throws LayoutError beyond the largest number of hops. `order` and
+  // `due_ns` as in Draft; -1 for none, which counts as zero if other routes have one.
   void send(int32_t chunk, const Route& route, int64_t order = -1, int64_t due_ns = -1);
 
-  // Adds one hop between dense ranks. after: that which brings the chunk to src; -1 where src holds it.
+  // Adds one hop between dense ranks. after: the hop that brings the chunk to src; -1 if src holds it.
   void pass_on(int32_t chunk, int32_t src, int32_t dst, int32_t after);
   // Makes room for so many hops.
   void reserve(int64_t hops) { draft_.hops.reserve(static_cast<size_t>(std::min(hops, kMaxHops))); }
@@ -96,11 +96,11 @@ class Drafter {
 // Cuts a box along its outermost dimensions into boxes of at most max_elements (at least one) each.
 std::vector<Box> cut_box(const Box& box, int64_t max_elements);
 
-// Adds `next` to `box` where it follows along one dimension and equals it in all others; false elsewhere.
+// Adds `next` to `box` if it follows along one dimension and is equal in all others; else returns false.
 bool join_boxes(const Box& next, Box* box);
 
-// Cuts a bundle into chunks whose sizes are asked for one by one. It keeps to units of about `unit_bytes`,
-// which it joins where they are neighbours, so that most chunks are one box.
+// Cuts a bundle into chunks whose sizes are requested one by one. Chunks are whole units of about `unit_bytes`,
+// joined if they are neighbours, so that most chunks are one box.
 class UnitCutter {
  public:
   UnitCutter(const Bundle& bundle, const std::vector<Task>& tasks, const std::vector<Problem>& problems,

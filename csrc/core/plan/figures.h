@@ -6,7 +6,7 @@
 
 #include "plan/plan.h"
 
-// Figures that people ask of a finished plan. Nothing here takes part in planning.
+// Figures of a finished plan, for users. Nothing here takes part in planning.
 namespace meshcast {
 
 // Bytes (sent, received) by each of plan.ranks, in that order.

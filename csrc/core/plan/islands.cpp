@@ -10,7 +10,7 @@
 namespace meshcast {
 namespace {
 
-// Numbers in the order in which they come.
+// Numbers values in the order in which they first occur.
 class Numbering {
  public:
   // The number of `value`, and whether it is new.
@@ -24,12 +24,12 @@ class Numbering {
 };
 
 // Example. Ranks 0, 1 | 2, 3 | 4, 5 | 6, 7 on four hosts; 0 and 1 send a half each to 2 and 3, and 4 and 5 to 6
-// and
-// 7. Both islands say: holder 0 on host 0 at NIC 0, receivers 1 and 2 on host 1, then holder 3 on host 0, and
-// so on. So rank 4 stands where 0 stands, and a hop 0 -> 2 of the first island is 4 -> 6 in the second.
+// and 7. Both islands are described as: holder 0 on host 0 at NIC 0, receivers 1 and 2 on host 1, then holder 3
+// on host 0, and so on. So rank 4 takes the place of 0, and a hop 0 -> 2 of the first island is 4 -> 6 in the
+// second.
 //
-// Everything that a plan of an island depends on, with ranks, hosts and tensors by their order: equal for
-// islands that are alike. Fills in island->ranks.
+// Everything that a plan of an island depends on, with ranks, hosts and tensors numbered in their order: equal
+// for islands of one kind. Fills in island->ranks.
 std::vector<int64_t> describe(const std::vector<Task>& tasks, const std::vector<Problem>& problems,
                               const Topology& topology, const Network& network, Island* island) {
   std::vector<int64_t> said;
@@ -76,7 +76,7 @@ Box moved(Box box, const Box& from, const Box& to) {
 std::vector<IslandKind> find_islands(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles,
                                      const std::vector<Problem>& problems, const Topology& topology,
                                      const Network& network) {
-  // Phase 1: which hosts belong together. Most problems have one island: that is known soon.
+  // Phase 1: find the hosts that belong together. Most problems have one island, and end here.
   DisjointSets groups(static_cast<int32_t>(topology.hosts.size()));
   const auto host_of = [&](int32_t rank) { return network.host(network.index(rank)); };
   for (const Bundle& bundle : bundles) {
@@ -89,8 +89,8 @@ std::vector<IslandKind> find_islands(const std::vector<Task>& tasks, const std::
   for (size_t t = 0; t < tasks.size(); ++t)
     by_group[groups.find(host_of(tasks[t].receivers.front()))].tasks.push_back(static_cast<int32_t>(t));
   if (by_group.size() < 2) return {};
-  // Phase 2: which of them are alike, in the order of their first tasks. What they say is compared whole and
-  // not by a hash: a plan that is taken for another would move the wrong bytes.
+  // Phase 2: find the islands of one kind, in the order of their first tasks. Descriptions are compared in full
+  // and not by a hash: a collision would move the wrong bytes.
   std::map<int32_t, Island> by_task;
   for (auto& [_, island] : by_group) {
     const int32_t first = island.tasks.front();
@@ -148,7 +148,7 @@ Draft join_islands(const std::vector<IslandKind>& kinds, const std::vector<Plan>
       }
     }
   }
-  // A hop starts after the one that it waits for, so their order is right as well.
+  // A hop starts after the one that it waits for, so this order is also topological.
   std::sort(order.begin(), order.end());
   std::vector<int32_t> index(hops.size());
   for (size_t i = 0; i < order.size(); ++i)

@@ -13,20 +13,20 @@
 namespace meshcast {
 namespace {
 
-// Beyond this a message over gloo costs little more than its bytes; bounds the staging too.
+// Beyond this a message over gloo costs little more than its bytes; this also bounds the staging.
 constexpr int64_t kLargestJoined = int64_t{8} << 20;
 
-// A rank packs while the message before is on its way, so that packing the first one is all that is waited
-// for: this part of what travels between the two.
+// A rank packs while the message before is in flight, so a transfer waits only for the packing of the first
+// message, which is at most this part of the bytes between the two ranks.
 constexpr int64_t kFewestMessages = 8;
 
-// A message of so many bytes is not worth being cut for that: it takes no longer to pack than to send two.
+// A message of so many bytes is not cut for that: packing it takes no longer than sending two messages.
 constexpr int64_t kLeastWhole = 256 * 1024;
 
-// And this part of what a port carries that serves several others.
+// And at most this part of the bytes of a port that serves several others.
 constexpr int64_t kFewestOfPort = 32;
 
-// Messages that leave before others of their ports may make the plan longer by this part of it.
+// Messages that overtake others at their ports may make the plan longer by this part.
 constexpr int64_t kTolerance = 1000;
 
 uint64_t pair_of(const Hop& hop) {
@@ -55,15 +55,15 @@ class Joiner {
     }
   }
 
-  // The chunk that each chunk becomes part of: itself, or that of an earlier hop between the same ranks.
-  // Empty where none is joined. Only neighbours in plan order between two ranks are joined, so the order of
-  // their own messages stays; those of other ranks at a port may be overtaken (kTolerance). What a hop may
-  // join is open until a hop comes that does not fit; that one opens the next message.
+  // The chunk that each chunk becomes part of: itself, or that of an earlier hop between the same ranks. Empty
+  // if none is joined. Only neighbours in plan order between two ranks are joined, so the order of their own
+  // messages stays; they may overtake messages of other ranks at a port (kTolerance). A message is open until a
+  // hop comes that does not fit, which opens the next one.
   std::vector<int32_t> find(int64_t largest) {
     joined_.clear();
     heads_.clear();
     for (size_t c = 0; c < plan_.chunks.size(); ++c) heads_.push_back(static_cast<int32_t>(c));
-    std::unordered_map<uint64_t, const Hop*> open;  // by pair: what the next hop may join
+    std::unordered_map<uint64_t, const Hop*> open;  // by pair: the first hop of the open message
     bool any = false;
     for (const Hop& hop : plan_.hops) {
       const int64_t most = std::min(largest, most_joined(hop));
@@ -78,7 +78,7 @@ class Joiner {
     return any ? std::exchange(heads_, {}) : std::vector<int32_t>{};
   }
 
-  // The box that the chunk has become.
+  // The box of the joined chunk.
   const ChunkPiece& piece(int32_t head) const { return joined_.at(head).piece; }
   bool grown(int32_t head) const { return joined_.count(head) > 0; }
   int64_t nbytes(int32_t head) const { return joined_.at(head).nbytes; }
@@ -89,11 +89,11 @@ class Joiner {
     int64_t nbytes = 0;
   };
 
-  // What a port exchanges data with: one other port, or these.
-  // The states only ever rise: none, one, several, passed on. So the order of hops does not matter.
+  // The ports with which a port exchanges data: one other port, or these. The states only rise: none, one,
+  // several, passed on. So the order of hops does not matter.
   static constexpr int32_t kNoPartner = -1;
   static constexpr int32_t kPartners = -2;  // several, but nothing is passed on
-  static constexpr int32_t kPassedOn = -3;  // or goes to several, or is reduced, or has several boxes
+  static constexpr int32_t kPassedOn = -3;  // or a chunk goes to several, is reduced, or has several boxes
 
   void meet(int32_t port, int32_t other) {
     int32_t& partner = partner_[static_cast<size_t>(port)];
@@ -108,15 +108,15 @@ class Joiner {
     return network_.link(network_.index(hop.src), network_.index(hop.dst));
   }
 
-  // Bytes of a message that this hop may be part of; 0 where it must not be joined. The network serves what
-  // is on its way at one time by shares, not by the plan's order: large messages must not blur that order where
-  // it matters.
+  // The most bytes of a message that this hop may be part of; 0 if it must not be joined. The network shares
+  // its rate among messages in flight, and does not follow the plan's order: large messages must not disturb
+  // that order where it matters.
   int64_t most_joined(const Hop& hop) const {
     const Network::Link link = link_of(hop);
     const int32_t out = partner_[static_cast<size_t>(link.out)], in = partner_[static_cast<size_t>(link.in)];
     if (out == kPassedOn || in == kPassedOn) return 0;
     const int64_t most = pair_bytes_.at(pair_of(hop)) / kFewestMessages;
-    // The two ports serve no others: no order can be blurred.
+    // The two ports serve no others, so there is no order to disturb.
     if (out == link.in && in == link.out) return std::max(most, kLeastWhole);
     const int64_t busier =
         std::max(port_bytes_[static_cast<size_t>(link.out)], port_bytes_[static_cast<size_t>(link.in)]);
@@ -125,7 +125,7 @@ class Joiner {
 
   const Chunk& chunk(const Hop& hop) const { return plan_.chunks[static_cast<size_t>(hop.chunk)]; }
 
-  // One box, which goes from one rank to one other and no further.
+  // Whether the chunk is one box, which goes from one rank to one other and no further.
   bool stands_alone(const Hop& hop) const {
     const Chunk& c = chunk(hop);
     return hop.after < 0 && hop.reduce == ReduceOp::None && uses_[static_cast<size_t>(hop.chunk)] == 1 &&
@@ -140,8 +140,8 @@ class Joiner {
     const auto found = joined_.find(head.chunk);
     const Joined first = found == joined_.end() ? as_is(head) : found->second;
     const Joined second = as_is(next);
-    // Of one task and side by side, so that the message stays one box; and no rank may come to pack, since
-    // that costs a copy of every byte.
+    // Of one task and adjacent, so that the message stays one box; and no rank may then have to pack, since
+    // that copies every byte.
     Joined both{first.piece, first.nbytes + second.nbytes};
     if (both.nbytes > largest) return false;
     if (first.piece.task != second.piece.task || !join_boxes(second.piece.box, &both.piece.box)) return false;
@@ -166,17 +166,17 @@ class Joiner {
   std::vector<int32_t> partner_;                      // by port
   std::vector<int64_t> port_bytes_;                   // of all hops
   std::vector<int32_t> heads_;
-  std::unordered_map<int32_t, Joined> joined_;  // by the chunk that grew
+  std::unordered_map<int32_t, Joined> joined_;  // by the first chunk
 };
 
-// The plan with chunks joined as `heads` says.
+// The plan with chunks joined according to `heads`.
 Plan joined_plan(const Plan& plan, const std::vector<int32_t>& heads, const Joiner& joiner,
                  const Network& network) {
   Plan out = plan;
   out.pieces.clear();
   out.chunks.clear();
   // Phase 1: chunks, in the order of their first parts.
-  std::vector<int32_t> number(plan.chunks.size(), -1);  // of those that remain
+  std::vector<int32_t> number(plan.chunks.size(), -1);  // of chunks that remain
   for (size_t c = 0; c < plan.chunks.size(); ++c) {
     const auto head = static_cast<int32_t>(c);
     if (heads[c] != head) continue;
@@ -192,13 +192,13 @@ Plan joined_plan(const Plan& plan, const std::vector<int32_t>& heads, const Join
     out.chunks.push_back({begin, static_cast<int32_t>(out.pieces.size()),
                           joiner.grown(head) ? joiner.nbytes(head) : chunk.nbytes});
   }
-  // Phase 2: hops. A joined message stands where its first hop stood. `after` always points to a hop that
+  // Phase 2: hops. A joined message takes the place of its first hop. `after` always points to a hop that
   // remains: chunks that are passed on are never joined.
   std::vector<Hop> hops;
   std::vector<int32_t> place(plan.hops.size(), -1);
   for (size_t i = 0; i < plan.hops.size(); ++i) {
     Hop hop = plan.hops[i];
-    if (heads[static_cast<size_t>(hop.chunk)] != hop.chunk) continue;  // went with an earlier hop
+    if (heads[static_cast<size_t>(hop.chunk)] != hop.chunk) continue;  // part of an earlier hop
     place[i] = static_cast<int32_t>(hops.size());
     hop.chunk = number[static_cast<size_t>(hop.chunk)];
     if (hop.after >= 0) hop.after = place[static_cast<size_t>(hop.after)];
@@ -224,8 +224,7 @@ void join_chunks(Plan* plan, const Network& network) {
   Joiner joiner(*plan, network);
   const int64_t allowed_ns = plan->makespan_ns + plan->makespan_ns / kTolerance;
   int64_t allowed_staging = -1;
-  // Ends at the latest when messages would have to be smaller than two chunks: then nothing is joined any
-  // more.
+  // Ends at the latest when messages would have to be smaller than two chunks: then nothing is joined.
   for (int64_t largest = kLargestJoined;; largest /= 2) {
     const std::vector<int32_t> heads = joiner.find(largest);
     if (heads.empty()) return;

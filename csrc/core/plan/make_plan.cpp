@@ -22,11 +22,11 @@
 namespace meshcast {
 namespace {
 
-// Hops of islands that are alike, all together: what finer chunks may make of them.
+// The most hops of all islands together, with finer chunks.
 constexpr int64_t kMostIslandHops = int64_t{1} << 20;
-constexpr int64_t kFinest = 8;  // as chunks get finer in the search among trees
+constexpr int64_t kFinest = 8;  // by which chunks get finer in the search among trees
 
-constexpr size_t kManyHosts = 8;  // that one box goes to: as many chunks have to pass before the last begins
+constexpr size_t kManyHosts = 8;  // of one box: so many chunks pass before the last host begins
 
 constexpr int64_t kManyTasks = 1000;  // from here on trying all strategies takes more than some 10 ms
 
@@ -45,8 +45,8 @@ std::vector<int32_t> all_ranks(const std::vector<Problem>& problems) {
   return out;
 }
 
-// The slowest plan sends every byte to every receiver over the slowest port, one after the other. Where even
-// that fits into 62 bits of nanoseconds, no sum of times in the planner can wrap.
+// The slowest plan sends every byte to every receiver over the slowest port, one after the other. If even that
+// fits into 62 bits of nanoseconds, no sum of times in the planner can wrap.
 void check_times(const std::vector<Task>& tasks, const Network& network) {
   __int128 bytes = 0;
   int64_t hops = 1;
@@ -87,7 +87,7 @@ void hash_layout(const Layout& layout, Hasher* hasher) {
   }
 }
 
-// `stacks`: of a plan of stacked problems, else empty.
+// `stacks`: those of a plan of stacked problems, else empty.
 std::string hash_plan(const Plan& plan, const std::vector<Stack>& stacks) {
   Hasher hasher;
   hasher.add(static_cast<int64_t>(plan.problems.size()));
@@ -160,7 +160,7 @@ std::vector<Strategy> candidates(Strategy asked, bool large) {
   return out;
 }
 
-// Hops of the gathers, which cut a box into a part for every receiver and pass each part to all of them.
+// Hops of the all-gathers, which cut a box into a part for every receiver and pass each part to all of them.
 int64_t count_gather_hops(const Inputs& in) {
   int64_t out = 0;
   for (const Bundle& bundle : in.bundles) {
@@ -177,15 +177,14 @@ Draft make_draft(Strategy strategy, const Inputs& in) {
   throw LayoutError(std::string("strategy ") + to_string(strategy) + " has no fixed routes");
 }
 
-// Whether plain sends are so many, joined or not, that they are offered in rotation before anything is
-// scheduled.
+// Whether there are so many plain sends that they are offered in rotation before anything is scheduled.
 bool rotates_first(const Inputs& in) {
   int64_t sends = 0;
   for (const Bundle& bundle : in.bundles) sends += static_cast<int64_t>(in.lead(bundle).receivers.size());
   return sends > kRetryHops;
 }
 
-// Whether every box goes to one rank: strategies then differ in who sends it and in the order of their hops.
+// Whether every box goes to one rank: strategies then differ in the senders and in the order of their hops.
 bool goes_to_one(const Inputs& in) {
   return std::all_of(in.bundles.begin(), in.bundles.end(), [&](const Bundle& bundle) {
     const Task& task = in.lead(bundle);
@@ -199,7 +198,7 @@ bool comes_from_one(const Inputs& in) {
                      [&](const Bundle& bundle) { return in.lead(bundle).holders.size() == 1; });
 }
 
-// Of one bundle.
+// The most of any one bundle.
 size_t most_receiving_hosts(const Inputs& in) {
   size_t most = 0;
   std::vector<int32_t> hosts;
@@ -214,11 +213,11 @@ size_t most_receiving_hosts(const Inputs& in) {
   return most;
 }
 
-// A search for the best plan of plan->tasks among the strategies that are asked for: offers, one after the
-// other. Each has the chunks that it would have alone.
+// A search for the best plan of plan->tasks among the requested strategies: a series of offers. Each has the
+// chunk size that it would have alone.
 class Search {
  public:
-  // most: hops, where this is one of many islands, else 0.
+  // most: the most hops if this is one of many islands, else 0.
   Search(Inputs in, const PortDemand& ports, int64_t most, Plan* plan)
       : in_(std::move(in)),
         ports_(ports),
@@ -241,18 +240,18 @@ class Search {
  private:
   struct Offer {
     bool (Search::*applies)() const;
-    bool (Search::*make)();  // answers whether the search ends with it
+    bool (Search::*make)();  // returns whether the search ends with it
   };
   static const Offer kOffers[];
 
   bool always() const { return true; }
   bool searches() const { return asked_ == Strategy::Auto || asked_ == Strategy::Multicast; }
-  // What is good by now stays as it is.
+  // A good plan is kept.
   bool wants_more() const { return !best_.good() && !in_.reduces(); }
   bool may_gain() const { return searches() && wants_more(); }
 
-  // Where all hops are given, strategies differ in their order alone. Sends that meet the bound then end the
-  // search, scheduled or in rotation: the cheaper of these comes first.
+  // If all hops are given, strategies differ in their order only. Sends that meet the bound, scheduled or in
+  // rotation, then end the search: the cheaper of these comes first.
   bool ends_with_sends() const {
     return to_one_ && comes_from_one(in_) && !rotates_first_ && asked_ == Strategy::Auto;
   }
@@ -269,8 +268,8 @@ class Search {
            most_receiving_hosts(in_) >= kManyHosts;
   }
 
-  // A draft with chunks that keep to the goal for staging, if the size is ours to choose: made once to see how
-  // much there is, and once more where that is too much.
+  // A draft with chunks that keep to the goal for staging, if the planner chooses their size: made once to find
+  // the staging, and again with smaller chunks if that is too much.
   template <typename Make>
   Draft fitting(const Make& make) {
     Draft draft = make(in_);
@@ -292,7 +291,7 @@ class Search {
   bool offer_rotation_with_copies();
   bool offer_pipelines();
 
-  Inputs in_;  // chunk_bytes and balance: of the offer
+  Inputs in_;  // chunk_bytes and balance are those of the offer
   const PortDemand& ports_;
   Plan* const plan_;
   BestPlan best_;
@@ -301,14 +300,14 @@ class Search {
   const bool fixed_chunk_;
   const int64_t chunk_bytes_;
   const int64_t hops_;
-  // Where one gather alone would use up all attempts, strategies are tried from the cheapest on.
+  // One all-gather alone would use up all attempts, so strategies are tried from the cheapest on.
   const bool large_;
   const bool to_one_;
   const bool rotates_first_;
   std::vector<IslandKind> islands_;
 };
 
-// In this order. What each is for: docs/benchmarks.md.
+// The offers, in this order. docs/benchmarks.md has the purpose of each.
 const Search::Offer Search::kOffers[] = {
     {&Search::has_many_islands, &Search::offer_islands},
     {&Search::rotates_before_sends, &Search::offer_rotation_at_bound},
@@ -330,7 +329,7 @@ void Search::run() {
   }
 }
 
-// Plans plan->tasks, which are not empty, in at most about `most` hops; 0 for as many as there may be.
+// Plans plan->tasks, which are not empty, in at most about `most` hops; 0: the usual limit.
 void plan_tasks(const Network& network, int64_t most, Plan* plan) {
   const PlanOptions& options = plan->options;
   const std::vector<Bundle> bundles = bundle_tasks(plan->tasks, plan->problems);
@@ -350,7 +349,7 @@ void plan_tasks(const Network& network, int64_t most, Plan* plan) {
   Search(std::move(in), ports, most, plan).run();
 }
 
-// A plan of each kind of islands, again and again for those of one kind.
+// A plan of each kind of islands, repeated for all islands of the kind.
 bool Search::offer_islands() {
   size_t islands = 0;
   for (const IslandKind& kind : islands_) islands += kind.size();
@@ -376,8 +375,8 @@ bool Search::offer_islands() {
   return best_.offer_in_order(strategy, join_islands(islands_, plans, in_.tasks), in_.network);
 }
 
-// Plain sends in rotation, which take a tenth of the time of a schedule to make, where they meet the bound.
-// Else they are not kept, since their turn comes later.
+// Plain sends in rotation, if they meet the bound: they take a tenth of the time of a schedule to make. Else
+// they are not kept, since their turn comes later.
 bool Search::offer_rotation_at_bound() {
   Draft draft = fitting(draft_rotation);
   if (!best_.may_meet_bound(draft, in_.network)) return false;
@@ -388,8 +387,8 @@ bool Search::offer_rotation_at_bound() {
   return false;
 }
 
-// Where each of many boxes goes to one rank, strategies differ in their order alone: the first good one will
-// do, and so it will where they are tried from the cheapest on.
+// If each of many boxes goes to one rank, strategies differ in their order only, so the first good one is
+// enough. The same holds if they are tried from the cheapest on.
 bool Search::offer_strategies() {
   const bool first_good = large_ || (to_one_ && static_cast<int64_t>(in_.tasks.size()) > kManyTasks);
   for (const Strategy strategy : candidates(asked_, large_)) {
@@ -413,8 +412,8 @@ bool Search::offer_strategies() {
   return false;
 }
 
-// Broadcast alone keeps the order that was asked for; here the cheap ones may be best, too. The search for one
-// takes longest and has gained 0.03 % in one of 2,000 random pairs (docs/decisions.md).
+// A requested Broadcast keeps the requested order; under "auto" the cheap orders are tried, too.
+// Balance::Search takes longest and has gained 0.03 % in one of 2,000 random pairs (docs/decisions.md).
 void Search::offer_strategy(Strategy strategy) {
   std::vector<Balance> balances{balance_};
   if (strategy == Strategy::Broadcast && asked_ == Strategy::Auto && !large_) {
@@ -430,8 +429,8 @@ void Search::offer_strategy(Strategy strategy) {
   in_.balance = balance_;
 }
 
-// Plain sends in rotation, where their order alone could keep them from being good. As for the search among
-// trees, which may have been tried before: its plan has to be well ahead.
+// Plain sends in rotation, if only their order can prevent a good plan. If the best plan is one of the search
+// among trees, that has to be well ahead of them.
 bool Search::offer_rotation() {
   Draft draft = fitting(draft_rotation);
   if (!best_.may_be_good(draft, in_.network)) return false;
@@ -454,9 +453,9 @@ bool Search::offer_layers() {
   return false;
 }
 
-// Chunks that are finer than usual where NICs are slow: with many hosts in a row, filling costs more than
-// messages do there. Trees alone: one chain through all ranks has as many stops as there are, and each costs
-// more than the model knows (docs/benchmarks.md).
+// Finer chunks than usual, for slow NICs: with many hosts in a row, filling costs more there than messages.
+// Only for trees: a chain through all ranks has too many stops, each of which costs more than in the model
+// (docs/benchmarks.md).
 bool Search::offer_finer() {
   in_.chunk_bytes = std::max(finest_chunk_bytes(in_.network), in_.chunk_bytes / kFinest);
   if (count_hops(in_.chunk_bytes, in_.tasks, in_.bundles) <= kRetryHops)
@@ -470,7 +469,7 @@ bool Search::offer_other_orders() {
   return false;
 }
 
-// Sends in rotation with copies inside hosts, where many senders have something for all ranks of each.
+// Sends in rotation with copies inside hosts, for many senders that send to all ranks of each host.
 bool Search::offer_rotation_with_copies() {
   Draft draft = fitting(draft_rotation_with_copies);
   if (best_.may_win(draft, in_.network))
@@ -496,8 +495,8 @@ StackedPlan make_stacked_plan(const std::vector<Problem>& problems, const Topolo
   plan.topology = topology;
   plan.options = options;
   plan.strategy = options.strategy == Strategy::Auto ? Strategy::SendRecv : options.strategy;
-  // Phase 1: what has to move, and over which ports.
-  // Tensors that are alike are planned as one where they would be too many one by one.
+  // Phase 1: the data to move, and its ports. Tensors of one kind are planned as one if they would be too many
+  // one by one.
   stacks = stack_alike(problems);
   Demand demand;
   if (stacks.size() < problems.size()) {
@@ -516,10 +515,10 @@ StackedPlan make_stacked_plan(const std::vector<Problem>& problems, const Topolo
   plan.tasks = std::move(demand.tasks);
   const Network network(topology, plan.ranks);
   check_times(plan.tasks, network);
-  // Phase 2: the bound and the strategies; then fewer and larger messages, where the size is ours to choose.
+  // Phase 2: the bound and the strategies; then fewer and larger messages, if the planner chooses their size.
   plan_tasks(network, 0, &plan);
   if (options.chunk_bytes == 0 && !plan.hops.empty()) join_chunks(&plan, network);
-  // Over all that ranks must agree on. Times of hops are not in it, as they follow from what is.
+  // Over all that ranks must agree on. It omits the times of hops, which follow from the rest.
   plan.hash = hash_plan(plan, stacks);
   return made;
 }

@@ -15,19 +15,19 @@ namespace {
 
 constexpr size_t kBeam = 3;         // kinds of trees that are tried again with finer chunks
 constexpr int64_t kLongChain = 16;  // hosts
-// Rounds save filling, but a holder sends the last chunk more than once: that is for those that have far to go.
+// Rounds save filling, but a holder sends the last chunk more than once, which pays off only with many stops.
 constexpr size_t kManyStops = 16;
-// One part in so many of the makespan is what the search among trees has to gain over the paper's strategies:
-// measured, docs/benchmarks.md.
+// The search among trees has to gain 1/kMulticastGain of the makespan over the paper's strategies: measured,
+// docs/benchmarks.md.
 constexpr int64_t kMulticastGain = 100;
 constexpr int64_t kMostPipelineHops = int64_t{1} << 20;
-constexpr int64_t kChunksPerFill = 64;  // filling a pipeline then takes one part in so many
-// Per cent of the time without filling that two trees take, as hops of both meet at ports: measured.
+constexpr int64_t kChunksPerFill = 64;  // filling a pipeline then takes 1/64 of its time
+// Time of two trees, in per cent of the time without filling, as hops of both meet at ports: measured.
 constexpr int64_t kTwoTreesCost = 108;
 
 enum class Ports : uint8_t {
   Balanced,
-  Direct,  // emitters take over from relays, up to 9/10 of the bound
+  Direct,  // emitters send instead of relays, up to 9/10 of the bound
   Packed,  // few ports relay
 };
 
@@ -37,8 +37,7 @@ enum class Where : uint8_t {
   WideHosts,   // a host gets more than two copies inside
   SlowPorts,   // a port limits the plan for longer than the port at its other end
   UnlikeNics,  // NICs that carry a share differ in rate
-  ManyBoxes,   // several bundles, and few hops: where all chunks take equally long, ports fall into step and
-               // meet at the same NIC again and again
+  ManyBoxes,   // several bundles, few hops: with equal chunks, ports fall into step and keep meeting at one NIC
 };
 
 struct Kind {
@@ -48,7 +47,7 @@ struct Kind {
 };
 
 // In the order in which they are tried, which matters: the search ends at the first plan near the bound.
-// docs/benchmarks.md says what plans lose without each.
+// docs/benchmarks.md has the loss without each.
 constexpr Kind kKinds[] = {
     {Ports::Balanced, Where::Always, {.fan = 1, .steady = true}},
     {Ports::Packed, Where::Always, {.fan = 1, .steady = true}},
@@ -64,8 +63,8 @@ constexpr Kind kKinds[] = {
     {Ports::Balanced, Where::SlowPorts, {.steady = false, .finer = 4}},
     {Ports::Balanced, Where::UnlikeNics, {.steady = true, .timed = true}},
     {Ports::Balanced, Where::UnlikeNics, {.steady = false, .timed = true}},
-    // Ports that may wait find their places in the common period; without it many senders keep missing one
-    // receiver that is busy all the time.
+    // Ports that may wait find their places in the common period; without patience many senders repeatedly miss
+    // one receiver that is always busy.
     {Ports::Balanced, Where::UnlikeNics, {.steady = true, .timed = true, .patience = kPatience / 4}},
     {Ports::Balanced, Where::UnlikeNics, {.steady = false, .timed = true, .patience = kPatience / 4}},
     {Ports::Balanced, Where::ManyBoxes, {.steady = true, .uneven = true}},
@@ -90,8 +89,8 @@ bool applies(Where where, const Inputs& in, const PortDemand& balanced, bool fix
   return false;
 }
 
-// Several kinds of trees, scheduled by either rule; then those that did best with finer and finer chunks (which
-// fill the chains sooner), until the bound is near or the hops get too many to try again.
+// Several kinds of trees, scheduled by either rule; then the best of these with finer and finer chunks (which
+// fill the chains sooner), until the plan is near the bound or there are too many hops to try again.
 void try_multicast(Inputs in, const PortDemand& balanced, bool fixed_chunk, BestPlan* best) {
   // Phase 1: the ways to share the ports, and the kinds of trees that have an effect.
   PortDemand direct = balanced;
@@ -109,7 +108,7 @@ void try_multicast(Inputs in, const PortDemand& balanced, bool fixed_chunk, Best
   std::vector<Attempt> attempts;
   const bool reduced = std::all_of(in.bundles.begin(), in.bundles.end(),
                                    [&](const Bundle& b) { return in.lead(b).reduce != ReduceOp::None; });
-  // Kinds of trees make no difference to reductions: their routes, and the rules of scheduling, do.
+  // Kinds of trees have no effect on reductions; their routes, and the rules of scheduling, have.
   if (reduced) {
     for (const bool second : {false, true})
       for (const int32_t patience : {0, kPatience / 4})
@@ -125,7 +124,7 @@ void try_multicast(Inputs in, const PortDemand& balanced, bool fixed_chunk, Best
       std::any_of(balanced.parties.begin(), balanced.parties.end(),
                   [](const Parties& parties) { return parties.remote_hosts > kLongChain; });
   if (!reduced && long_chains) std::swap(attempts[0], attempts[kShallow]);
-  // Before all others: those without are seldom better, but may be where few hops leave little to choose.
+  // Detours come before all others: attempts without them are seldom better, but may be with few hops.
   PortDemand detoured;
   if (!reduced && find_detours(balanced, in.network, &detoured)) {
     const size_t before = attempts.size();
@@ -134,7 +133,7 @@ void try_multicast(Inputs in, const PortDemand& balanced, bool fixed_chunk, Best
     std::rotate(attempts.begin(), attempts.begin() + static_cast<std::ptrdiff_t>(before), attempts.end());
   }
   // Phase 2: all kinds at the coarse size, the best few at finer ones. `spent` bounds the work of planning in
-  // hops, not in seconds: all ranks must end at the same plan.
+  // hops, not in seconds: all ranks must make the same plan.
   const int64_t coarse = in.chunk_bytes;
   int64_t spent = 0;  // hops scheduled so far
   for (const int64_t finer : {1, 2, 4, 8}) {
@@ -160,13 +159,13 @@ void try_multicast(Inputs in, const PortDemand& balanced, bool fixed_chunk, Best
 struct Pipeline {
   PipelineStyle style;
   int64_t chunk_bytes = 0;  // 0: there is none
-  int64_t least_ns = 0;     // that its plan takes
+  int64_t least_ns = 0;     // of its plan
   int32_t number = 0;
 };
 
-// Of the two shapes the one that should be faster, by the time with filling over the time without, in parts of
-// 100 * 1024. Chunks are as fine as it takes for filling to cost little, as far as hops allow, or as they are
-// `given`. `largest`: bytes of a bundle.
+// The shape that should be faster, by the ratio of the time with filling to the time without, in units of 1 /
+// (100 * 1024). Chunks are fine enough for filling to cost little, as far as hops allow, or as `given`.
+// `largest`: bytes of a bundle.
 Pipeline choose_pipeline(const Inputs& in, bool by_rank, int64_t given, int64_t largest) {
   Pipeline out{{by_rank, false}};
   int64_t least = INT64_MAX;
@@ -186,15 +185,15 @@ Pipeline choose_pipeline(const Inputs& in, bool by_rank, int64_t given, int64_t 
   return out;
 }
 
-// Pipelines in as few rounds as there can be, in their own order: they take a tenth of the time of a schedule,
-// so there may be more hops. `coarse`: bytes of a chunk where they are given, else 0. `largest`: bytes of a
-// bundle. Returns whether they are the best plan now.
+// Pipelines in the fewest possible rounds, in their own order: they take a tenth of the time of a schedule, so
+// there may be more hops. `coarse`: bytes of a chunk if given, else 0. `largest`: bytes of a bundle. Returns
+// whether they are the best plan now.
 bool offer_rounds(Inputs in, bool by_rank, int64_t coarse, int64_t largest, BestPlan* best) {
   const RoundsCost cost = rounds_cost(in, by_rank, coarse > 0 ? ceil_div(largest, coarse) : 0);
   if (cost.chunks == 0 || cost.stops < kManyStops) return false;
   in.chunk_bytes = coarse > 0 ? coarse : ceil_div(largest, cost.chunks);
   Draft draft = draft_rounds(in, cost.style);
-  // Boxes are cut along their dimensions, so there may be some chunks more than asked for, and too many.
+  // Boxes are cut along their dimensions, so there may be more chunks than requested, and too many.
   if (draft.hops.empty() && coarse == 0) {
     in.chunk_bytes += in.chunk_bytes / 4;
     draft = draft_rounds(in, cost.style);
@@ -239,9 +238,9 @@ void add_pipelines(Inputs in, bool fixed_chunk, BestPlan* best, Plan* plan) {
   for (const Bundle& bundle : in.bundles) largest = std::max(largest, bundle.nbytes);
   const int64_t coarse = in.chunk_bytes;
   // Phase 1: pipelines. One that cannot be good waits until rounds are made, which need not be scheduled: few
-  // pipelines may still win then. The plan is the same as if none had waited.
+  // pipelines may still win then. The result is the same as if none had waited.
   std::vector<Pipeline> waiting;
-  int32_t winner = 0;  // number of the best plan, in the order in which they win where they take equally long
+  int32_t winner = 0;  // number of the best plan; the lowest wins among equals
   for (const bool by_rank : {false, true}) {
     Pipeline pipeline = choose_pipeline(in, by_rank, fixed_chunk ? coarse : 0, largest);
     if (pipeline.chunk_bytes == 0) continue;

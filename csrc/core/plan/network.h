@@ -7,9 +7,9 @@
 
 namespace meshcast {
 
-inline constexpr int64_t kFitsNs = 8'000'000'000;  // so many bytes in ns at 1 byte/s fit into 63 bits
+inline constexpr int64_t kFitsNs = 8'000'000'000;  // so many bytes at 1 byte/s take ns that fit into 63 bits
 
-// Nanoseconds that `nbytes` take at `rate`, rounded up. Exact: 128 bits inside, where 64 are too few, since a
+// Nanoseconds that `nbytes` take at `rate`, rounded up. Exact: uses 128 bits only if 64 are too few, since a
 // division of 128 bits takes ten times as long.
 inline int64_t transfer_ns(int64_t nbytes, int64_t rate) {
   if (nbytes >= 0 && nbytes < kFitsNs && rate < 1'000'000'000'000'000'000)
@@ -24,7 +24,7 @@ inline int64_t transfer_ns(int64_t nbytes, int64_t rate) {
 // receiver's NIC in port, a hop inside a host the two local ports.
 class Network {
  public:
-  // `ranks` ascends. Throws LayoutError where a rank is on no host.
+  // `ranks` ascends. Throws LayoutError if a rank is on no host.
   Network(const Topology& topology, const std::vector<int32_t>& ranks);
 
   struct Link {
@@ -56,7 +56,7 @@ class Network {
 
  private:
   std::vector<int32_t> ranks_;
-  std::vector<int32_t> dense_;  // global rank -> index where ranks are dense enough, else empty
+  std::vector<int32_t> dense_;  // global rank -> index if ranks are dense enough, else empty
   std::vector<int32_t> host_;   // topology host of each rank
   std::vector<int32_t> nic_;    // NIC of each rank, numbered over all hosts of the topology
   std::vector<int64_t> port_rate_;

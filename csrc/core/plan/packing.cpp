@@ -6,7 +6,7 @@
 namespace meshcast {
 namespace {
 
-// Of a box that has other dimensions than the local tensor.
+// For a box that has other dimensions than the local tensor.
 bool contiguous(const Box& box, const BoxPlace& place, const std::vector<int64_t>& local_shape) {
   std::array<int64_t, kMaxDims> stride{};
   int64_t size = 1;
@@ -47,7 +47,7 @@ bool Packing::packs(const ChunkPiece& piece, int32_t rank) const {
   const auto tensor = static_cast<size_t>(piece.tensor);
   if (stacked_[tensor] && piece.box.extent(0) > 1) return true;  // boxes of several tensors
   const auto position = position_[tensor].find(rank);
-  if (position == position_[tensor].end()) return true;  // it has a result only to pass it on
+  if (position == position_[tensor].end()) return true;  // it only passes the result on
   const Shard& shard = shards_[tensor][position->second];
   const auto place = std::find_if(shard.pieces.begin(), shard.pieces.end(),
                                   [&](const ShardPiece& p) { return p.box.contains(piece.box); });

@@ -9,8 +9,8 @@
 
 namespace meshcast {
 
-// Which messages are no contiguous range of the local tensor, taken as row-major, and have to be packed or
-// unpacked there. One object is for one side of every problem: the source shards or the destination shards.
+// Which messages are not a contiguous range of the local tensor, taken as row-major, and have to be packed or
+// unpacked. One object is for one side of every problem: the source shards or the destination shards.
 class Packing {
  public:
   Packing(const std::vector<Problem>& problems, Layout Problem::*side);
@@ -18,7 +18,7 @@ class Packing {
   // Whether `rank` packs, or unpacks, a message of this one box.
   bool packs(const ChunkPiece& piece, int32_t rank) const;
 
-  // The same of a chunk of `pieces`. Several boxes are always packed.
+  // The same for a chunk of `pieces`. Several boxes are always packed.
   bool packs(const std::vector<ChunkPiece>& pieces, const Chunk& chunk, int32_t rank) const;
 
  private:

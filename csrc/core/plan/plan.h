@@ -24,7 +24,7 @@ struct Problem {
   int64_t element_bytes = 0;
   Layout src;
   Layout dst;
-  bool stacked = false;  // while it is planned: the first dimension counts tensors that are alike, see stack.h
+  bool stacked = false;  // during planning: the first dimension counts equal tensors, see stack.h
 
   friend bool operator==(const Problem&, const Problem&) = default;
 };
@@ -46,9 +46,9 @@ struct Task {
   int64_t nbytes = 0;
   RankList holders;
   RankList receivers;
-  // Partial sources only (else None and empty): holders have values still to be reduced. contribution[i] tells
-  // which one holders[i] has; replicas of one value share a number. Receivers are then all ranks that need the
-  // box, holders among them: a partial value is not the box.
+  // Partial sources only (else None and empty): holders have values still to be reduced. contribution[i] is the
+  // number of the value of holders[i]; replicas of one value share a number. Receivers are then all ranks that
+  // need the box, including holders: a partial value is not the box.
   ReduceOp reduce = ReduceOp::None;
   RankList contribution;
 };
@@ -75,12 +75,12 @@ struct Chunk {
   int64_t nbytes = 0;
 };
 
-// One edge of a chain: `chunk` travels from rank `src` to rank `dst`. `after` is the index of the hop that
-// brings the chunk to `src`, or -1 where src holds it. after < own index: the hops are in schedule order,
-// which is at once the order in which every rank issues its part.
-// reduce != None: dst combines what arrives with its own partial value of the box; the result is what dst
-// carries on from there, and `last_reduce` marks the hop after which it is complete (Avg divides there). A
-// receiver that ends a reduction keeps the result as its shard: no further hop brings it.
+// One edge of a chain: `chunk` goes from rank `src` to rank `dst`. `after` is the index of the hop that brings
+// the chunk to `src`, or -1 if src holds it. after < own index: the hops are in schedule order, which is also
+// the order in which every rank issues its part. reduce != None: dst combines the arrived value with its own
+// partial value of the box; later hops of the chain carry the result, and `last_reduce` marks the hop after
+// which it is complete (Avg divides there). A receiver that ends a reduction keeps the result as its shard: no
+// further hop brings it.
 struct Hop {
   int32_t src = -1;
   int32_t dst = -1;
@@ -90,9 +90,9 @@ struct Hop {
   bool last_reduce = false;
 };
 
-// When a hop travels under the cost model, nanoseconds from the start of the plan. It starts when both its
+// The times of a hop under the cost model, in nanoseconds from the start of the plan. It starts when both its
 // ports are free, holds each for bytes / rate of that port, and arrives (finish) after the slower of the two
-// and the latency, which delays but occupies nothing.
+// and the latency, which delays but occupies no port.
 struct HopTime {
   int64_t start_ns = 0;
   int64_t finish_ns = 0;
@@ -114,7 +114,7 @@ struct Plan {
 
   int64_t makespan_ns = 0;
   int64_t lower_bound_ns = 0;
-  std::string hash;  // 32 hex digits over everything above that the ranks must agree on
+  std::string hash;  // 32 hex digits over all of the above that the ranks must agree on
 };
 
 // Pure: the same arguments give the same plan, bit for bit, on every rank and platform. Throws LayoutError.

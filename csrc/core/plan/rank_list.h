@@ -10,8 +10,8 @@
 
 namespace meshcast {
 
-// Ranks, or numbers that go with ranks, that do not change. Copies share them: tensors that are alike have the
-// same holders and receivers, and there may be a million tasks.
+// An immutable list of ranks, or of numbers that belong to ranks. Copies share its memory: equal tensors have
+// the same holders and receivers, and there may be a million tasks.
 class RankList {
  public:
   RankList() = default;
@@ -31,7 +31,7 @@ class RankList {
   int32_t front() const { return list().front(); }
   int32_t operator[](size_t i) const { return list()[i]; }
 
-  // The same for equal lists, and hardly ever for others.
+  // A hash: the same for equal lists, and hardly ever for others.
   uint64_t word() const { return known_ ? known_->word : Known({}).word; }
   // The same for copies of one list, and for no others.
   const void* identity() const { return known_.get(); }
@@ -53,7 +53,7 @@ class RankList {
   std::shared_ptr<const Known> known_;
 };
 
-// Makes lists that share their memory where they are equal.
+// Makes lists that share their memory if they are equal.
 class RankLists {
  public:
   RankList make(std::vector<int32_t> ranks) {
@@ -66,7 +66,7 @@ class RankLists {
     return list;
   }
 
-  int64_t entries() const { return entries_; }  // of all lists that differ
+  int64_t entries() const { return entries_; }  // of all distinct lists
 
  private:
   std::unordered_map<uint64_t, std::vector<RankList>> made_;

@@ -12,25 +12,25 @@ namespace {
 
 constexpr int32_t kNone = -1;
 constexpr size_t kMostCandidates =
-    64;  // looked at when a port falls free: bounds the work where all talk to all
+    64;  // looked at when a port becomes free: bounds the work if all send to all
 
-// The hops between one pair of ports that may start as far as their data is concerned.
+// The hops between one pair of ports whose data is there.
 struct Pair {
   int32_t out = kNone;
   int32_t in = kNone;
   std::vector<int32_t> ready;  // heap, best hop first
-  int32_t out_slot = kNone;    // where the pair stands in its ports' lists, kNone while `ready` is empty
+  int32_t out_slot = kNone;    // index of the pair in its ports' lists, kNone while `ready` is empty
   int32_t in_slot = kNone;
 };
 
-// A pair as one of its ports lists it. The other port is here too, since most pairs are only looked at to find
-// that it is busy.
+// A pair as one of its ports lists it. The other port is here too, since most look-ups only find that it is
+// busy.
 struct Waiting {
   int32_t pair = kNone;
   int32_t other = kNone;
 };
 
-// A port carries one hop at a time. It is idle at `now` where its free_at_ <= now.
+// A port carries one hop at a time. It is idle at `now` if its free_at_ <= now.
 struct Port {
   int64_t work_left = 0;  // ns of hops that have not started
   int64_t urgency = kUrgency;
@@ -38,17 +38,17 @@ struct Port {
   std::vector<Waiting> waiting;  // pairs with ready hops
 };
 
-// List scheduling (Graham, 1966) driven by events: a port falls free, or a chunk arrives. Time jumps from
-// event to event; at each one all hops start that may, best first. A port is idle beside a hop that could use
-// it only out of patience, or beyond the candidates that are looked at. All times are ns, and every choice
-// ends in a comparison of indices: the same hops give the same schedule on every rank.
+// List scheduling (Graham, 1966) driven by events: a port becomes free, or a chunk arrives. Time jumps from
+// event to event; at each one all hops that may start do so, best first. A port idles although a hop could use
+// it only out of patience, or if the hop is beyond the candidates that are looked at. All times are ns, and
+// ties are broken by index: the same hops give the same schedule on every rank.
 //
 // Worked example. Two chunks take the chain A -> B -> C; a hop holds its ports for 1 s, the latency is 0.1 s.
 // Hops 0 and 1 carry the first chunk, 2 and 3 the second; hop 1 comes after 0, and 3 after 2.
 //   t = 0.0   hops 0 and 2 are ready on one pair of ports; equal in all else, the lower index goes: hop 0
 //   t = 1.0   out of A and into B are free again: hop 2 starts
 //   t = 1.1   hop 0 has arrived, so hop 1 is ready: it starts, while B takes in hop 2
-//   t = 2.1   hop 2 has arrived and B's port out falls free: hop 3 starts
+//   t = 2.1   hop 2 has arrived and B's port out is free: hop 3 starts
 //   t = 3.2   hop 3 has arrived. The makespan is 1 s to fill the chain, 2 s of hops and 0.2 s of latency.
 class ListScheduler {
  public:
@@ -86,13 +86,13 @@ class ListScheduler {
       if (backwards_ ? child_begin_[i] == child_begin_[i + 1] : hops_[i].after < 0)
         make_ready(static_cast<int32_t>(i));
     }
-    // Phase 2: start what may start, go on to the next event, and note what it frees or brings.
+    // Phase 2: start what may start, continue with the next event, and note what it frees or brings.
     while (true) {
       start_all(&result);
       if (events_.empty()) break;
       now_ = std::get<0>(events_.top());
-      // All events of one moment are taken before anything starts, so that the choice sees all that is ready
-      // by then.
+      // All events of one time are handled before anything starts, so that the choice includes all that is
+      // ready.
       while (!events_.empty() && std::get<0>(events_.top()) == now_) {
         const auto [time, kind, id] = events_.top();
         events_.pop();
@@ -178,8 +178,8 @@ class ListScheduler {
     }
   }
 
-  // True if `a` should go after `b` on the same pair (heap order of the standard library).
-  // Both ports are the same for all hops of a pair, so their work does not tell these apart.
+  // True if `a` should go after `b` on the same pair (heap order of the standard library). Both ports are the
+  // same for all hops of a pair, so their work does not distinguish these.
   bool worse(int32_t a, int32_t b) const {
     const auto i = static_cast<size_t>(a);
     const auto j = static_cast<size_t>(b);
@@ -208,7 +208,7 @@ class ListScheduler {
     list.push_back(pair);
   }
 
-  // In constant time: the last pair of the list takes the place that falls free, and is told so.
+  // In constant time: the last pair of the list moves to the free place, and its slot is updated.
   void remove(int32_t slot, int32_t port, int32_t Pair::*slot_of) {
     auto& list = ports_[static_cast<size_t>(port)].waiting;
     list[static_cast<size_t>(slot)] = list.back();
@@ -218,11 +218,11 @@ class ListScheduler {
 
   bool idle(int32_t port) const { return free_at_[static_cast<size_t>(port)] <= now_; }
 
-  // Lower goes first. Work that is left on the two ports counts against the time at which the hop is due:
-  // a hop may be late by as much as its ports are behind the others.
-  // Three rules, in this order. What Draft::order says counts before all else. Without due times the pair
-  // with the most work left goes first (the port that is busiest for the rest of the plan must not idle),
-  // then the longest rest of a route. With them a stream advances steadily, unless its ports are behind.
+  // Lower goes first. Work that is left on the two ports counts against the time at which the hop is due: a hop
+  // may be late by as much as its ports are behind the others. Three rules, in this order. Draft::order counts
+  // first. Without due times the pair with the most work left goes first (the port that is busiest for the rest
+  // of the plan must not idle), then the longest rest of a route. With them a stream advances steadily, unless
+  // its ports are behind.
   using Key = std::tuple<int64_t, int64_t, int64_t, int32_t>;
   Key key(int32_t p) const {
     const Pair& pair = pairs_[static_cast<size_t>(p)];
@@ -234,18 +234,18 @@ class ListScheduler {
     return {order, due_ns_[hop] + depth_ns_[hop] - (out + in), -std::min(out, in), p};
   }
 
-  // Whether one of the ports of a pair had better wait for a port with more work left, which falls free soon.
-  // The wait is bounded: the wanted port is busy now, so an event ends it, and at most patience / kPatience
-  // of the time that the better hop would hold this port. A gap of that length is paid for once; then the
-  // senders have shifted against each other and meet no more.
+  // Whether one of the ports of a pair should wait for a port with more work left, which becomes free soon. The
+  // wait is bounded: the wanted port is busy now, so an event ends it, and it is at most patience / kPatience
+  // of the time that the better hop would hold this port. A gap of that length costs time once; then the
+  // senders are shifted against each other and no longer meet.
   bool should_wait(const Pair& pair) const {
     return waits_for(pair, pair.out, pair.in, out_ns_) || waits_for(pair, pair.in, pair.out, in_ns_);
   }
 
   bool waits_for(const Pair& pair, int32_t port, int32_t partner, const std::vector<int64_t>& port_ns) const {
     const auto mine = static_cast<size_t>(pair.ready.front());
-    // The other one must have clearly more work left than the partner at hand, two hops more, else ports that
-    // are alike would wait for each other in turns.
+    // The other one must have clearly more work left than the partner, by two hops, else ports with about the
+    // same work would wait for each other in turns.
     const int64_t enough = ports_[static_cast<size_t>(partner)].work_left + 2 * port_ns[mine];
     size_t looked_at = 0;
     for (const auto& [q, other] : ports_[static_cast<size_t>(port)].waiting) {
@@ -259,8 +259,8 @@ class ListScheduler {
   }
 
   void start_all(Schedule* result) {
-    // Phase 1: candidates. Besides pairs that became ready (make_ready) only pairs at a port that just fell
-    // free can start now when they could not before.
+    // Phase 1: candidates. Besides pairs that became ready (make_ready), only pairs at a port that just became
+    // free can start now and could not before.
     for (const int32_t port : freed_) {
       if (!idle(port)) continue;
       size_t found = 0;
@@ -278,7 +278,7 @@ class ListScheduler {
     ++look_;
     for (const int32_t p : candidates_) {
       const Pair& pair = pairs_[static_cast<size_t>(p)];
-      // Where both of its ports fell free, a pair comes from both.
+      // If both of its ports became free, a pair is listed twice.
       if (std::exchange(looked_[static_cast<size_t>(p)], look_) == look_) continue;
       if (pair.ready.empty() || !idle(pair.out) || !idle(pair.in)) continue;
       if (patience_ > 0 && should_wait(pair)) {
@@ -293,9 +293,9 @@ class ListScheduler {
       start_best_of_many(result);
       return;
     }
-    // The keys are those of the beginning of the phase, though each start takes work off two ports. A hop
-    // that the start blocks is dropped; its pair comes back when the port falls free.
-    // Few start, since most share the port that fell free: cheaper to look for the best each time.
+    // The keys are those of the beginning of the phase, although each start takes work off two ports. A hop
+    // that the start blocks is dropped; its pair becomes a candidate again when the port is free. Few start,
+    // since most share the port that became free, so it is cheaper to look for the best each time.
     while (!ranked_.empty()) {
       start(std::get<3>(*std::min_element(ranked_.begin(), ranked_.end())), result);
       const auto blocked = [this](const Key& k) {
@@ -306,8 +306,8 @@ class ListScheduler {
     }
   }
 
-  // Many ports fell free at once. As sorted by key, but only the best are sorted, part by part: each part
-  // blocks most of what comes after it.
+  // Many ports became free at once. The same order as sorted by key, but only the best are sorted, part by
+  // part: each part blocks most of the hops after it.
   void start_best_of_many(Schedule* result) {
     auto begin = ranked_.begin();
     auto end = ranked_.end();
@@ -369,7 +369,7 @@ class ListScheduler {
   const std::vector<int64_t>& order_;
   const std::vector<int64_t>& due_ns_;
   std::vector<Port> ports_;
-  std::vector<int64_t> free_at_;  // by port, apart from the rest of it: looked at far more often
+  std::vector<int64_t> free_at_;  // by port, separate from Port since it is read far more often
   std::vector<Pair> pairs_;
   std::vector<int32_t> looked_;  // by pair: the last time that it was a candidate
   int32_t look_ = 0;
@@ -421,14 +421,14 @@ Schedule schedule(const Draft& draft, const std::vector<Chunk>& chunks, const Ne
   Schedule made =
       ListScheduler(draft.hops, chunks, draft.order, draft.due_ns, network, false, urgency, draft.patience)
           .run();
-  // A hop before which a port waited in vain may start earlier after all, in the same order. The order of hops
-  // in a plan is that in which ranks issue them, so it must follow the times.
+  // A hop for which a port waited in vain may still start earlier, in the same order. The order of hops in a
+  // plan is the order in which ranks issue them, so it must follow the times.
   return draft.patience > 0 ? sort_by_start(simulate(made.hops, chunks, network)) : made;
 }
 
 Schedule reschedule(const Schedule& before, const std::vector<Chunk>& chunks, const Network& network) {
-  // Forward-backward improvement (after Li and Willis, 1992). Phase 1: the reversed problem, in which those
-  // that finished last go first. So hops move towards the end of the plan, and room is left where they were.
+  // Forward-backward improvement (after Li and Willis, 1992). Phase 1: the reversed problem, in which hops that
+  // finished last go first. So hops move towards the end of the plan, and leave room at their old places.
   const std::vector<int64_t> none;
   std::vector<int64_t> order(before.hops.size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = -before.times[i].finish_ns;

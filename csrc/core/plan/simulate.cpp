@@ -45,11 +45,11 @@ int64_t least_makespan_ns(const std::vector<Hop>& hops, const std::vector<Chunk>
   struct Port {
     int64_t head_ns = INT64_MAX;  // until the first hop can start
     int64_t busy_ns = 0;
-    int64_t tail_ns = INT64_MAX;  // from when the last hop leaves the port free to the end of the plan
+    int64_t tail_ns = INT64_MAX;  // from the end of the last hop at the port to the end of the plan
   };
   std::vector<Port> ports(static_cast<size_t>(network.port_count()));
-  // Phase 1: forwards, what comes before each hop. A parent has a lower index than its children.
-  std::vector<int64_t> ns(hops.size(), 0);  // before the hop, then behind it, if no port were ever busy
+  // Phase 1: forwards, the time before each hop. A parent has a lower index than its children.
+  std::vector<int64_t> ns(hops.size(), 0);  // before the hop, then after it, if no port were ever busy
   const auto times = [&](const Hop& hop) {
     const Network::Link link = network.link(network.index(hop.src), network.index(hop.dst));
     const int64_t nbytes = chunks[static_cast<size_t>(hop.chunk)].nbytes;
@@ -66,7 +66,7 @@ int64_t least_makespan_ns(const std::vector<Hop>& hops, const std::vector<Chunk>
     }
     ns[i] += std::max(both[0].second, both[1].second) + network.latency_ns();
   }
-  // Phase 2: backwards, what comes after.
+  // Phase 2: backwards, the time after each hop.
   ns.assign(hops.size(), 0);
   for (size_t i = hops.size(); i-- > 0;) {
     const auto both = times(hops[i]);

@@ -7,9 +7,8 @@
 
 namespace meshcast {
 
-// Indices of `keys` by key, the lower index first among equals. Linear where keys are spread evenly, as times
-// of hops are: they are dealt out into as many ranges of keys as there are keys, and each range is sorted by
-// itself.
+// Indices of `keys` by key, the lower index first among equals. Linear if keys are spread evenly, like times of
+// hops: they are distributed to as many ranges as there are keys, and each range is sorted separately.
 inline std::vector<int32_t> stable_order(const std::vector<int64_t>& keys) {
   const size_t n = keys.size();
   std::vector<int32_t> out(n);
@@ -24,7 +23,7 @@ inline std::vector<int32_t> stable_order(const std::vector<int64_t>& keys) {
   }
   const auto [least, most] = std::minmax_element(keys.begin(), keys.end());
   const int64_t first = *least;
-  int shift = 0;  // keys of a range differ in so many bits at most
+  int shift = 0;  // keys of a range differ in at most so many bits
   while (((static_cast<uint64_t>(*most) - static_cast<uint64_t>(first)) >> shift) >= n) ++shift;
   const auto range = [&](size_t i) {
     return (static_cast<uint64_t>(keys[i]) - static_cast<uint64_t>(first)) >> shift;
@@ -33,7 +32,7 @@ inline std::vector<int32_t> stable_order(const std::vector<int64_t>& keys) {
   for (size_t i = 0; i < n; ++i) ++end[range(i)];
   std::partial_sum(end.begin(), end.end(), end.begin());
   for (size_t i = n; i-- > 0;) out[static_cast<size_t>(--end[range(i)])] = static_cast<int32_t>(i);
-  // `end` is where each range begins by now.
+  // `end` now has the begin of each range.
   for (size_t r = 0; r < end.size() && shift > 0; ++r) {
     const auto begin = out.begin() + end[r];
     const auto last = r + 1 < end.size() ? out.begin() + end[r + 1] : out.end();

@@ -10,7 +10,7 @@
 namespace meshcast {
 namespace {
 
-// (task, receiver) pairs, from which on tensors that are alike are planned as one.
+// (task, receiver) pairs from which on equal tensors are planned as one.
 constexpr int64_t kMostDeliveriesApart = int64_t{1} << 20;
 constexpr int64_t kMostOfAll = int64_t{1}
                                << 21;  // tasks, pieces or local copies of single tensors: 500 MiB each
@@ -36,7 +36,7 @@ Problem stacked(const Problem& one, size_t tensors) {
   return out;
 }
 
-// Tensors that a box of a planned problem stands for.
+// The number of tensors that a box of a planned problem represents.
 int64_t copies(const Problem& problem, const Box& box) { return problem.stacked ? box.extent(0) : 1; }
 
 Box without_first_dimension(const Box& box) {
@@ -55,7 +55,7 @@ void check_total(int64_t total, const char* what) {
                     std::to_string(kMostOfAll) + " are planned at once: move the tensors in several batches");
 }
 
-// What a row (task, local copy, piece) stands for, tensor by tensor.
+// The rows (tasks, local copies, pieces) of single tensors.
 template <typename Row>
 std::vector<Row> unstacked(const std::vector<Stack>& stacks, const std::vector<Row>& rows, const char* what) {
   int64_t total = 0;
@@ -123,13 +123,13 @@ bool too_large_apart(const std::vector<Stack>& stacks, const Demand& demand) {
 }
 
 void unstack(const std::vector<Stack>& stacks, const std::vector<Problem>& problems, Plan* plan) {
-  std::vector<int64_t> first(plan->tasks.size());  // the single tasks of a task begin here
+  std::vector<int64_t> first(plan->tasks.size());  // the first single task of each task
   int64_t next = 0;
   for (size_t t = 0; t < plan->tasks.size(); ++t) {
     first[t] = next;
     next += copies(stacks[static_cast<size_t>(plan->tasks[t].tensor)].problem, plan->tasks[t].box);
   }
-  // Phase 1: pieces, which know their tasks, and with them the chunks.
+  // Phase 1: pieces, with their tasks, and the chunks.
   std::vector<ChunkPiece> pieces = unstacked(stacks, plan->pieces, "pieces");
   size_t at = 0;
   for (Chunk& chunk : plan->chunks) {

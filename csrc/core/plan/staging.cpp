@@ -10,8 +10,8 @@
 namespace meshcast {
 namespace {
 
-// What a rank passes on has come before it has left: the most of that at a time, were all hops done one after
-// the other as planned, and the largest of it.
+// Values that a rank keeps to pass on: the most at a time if all hops are done one after the other as planned,
+// and the largest of them.
 struct Carried {
   int32_t now = 0;
   int32_t most = 0;
@@ -23,8 +23,8 @@ std::unordered_map<int32_t, Carried> carried_by_rank(const std::vector<Chunk>& c
                                                      const std::vector<Hop>& hops,
                                                      const std::vector<char>& is_carried) {
   // As in run/program.cpp and rounds/round_table.cpp: a value is held from the hop that brings it to the last
-  // one that takes it on, in plan order.
-  std::vector<int32_t> last_use(hops.size(), -1);  // the last hop that takes it on
+  // one that passes it on, in plan order.
+  std::vector<int32_t> last_use(hops.size(), -1);  // the last hop that passes it on
   for (size_t i = 0; i < hops.size(); ++i) {
     if (hops[i].after >= 0) last_use[static_cast<size_t>(hops[i].after)] = static_cast<int32_t>(i);
   }

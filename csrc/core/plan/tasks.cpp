@@ -61,7 +61,7 @@ class Intersection {
     }
     const Tiling src = tile_layout(problem.src, problem.shape);
     const Tiling dst = tile_layout(problem.dst, problem.shape);
-    // A layout that stays as it is keeps its pending reduction too: nothing is added up, all is copied.
+    // An unchanged layout keeps its pending reduction too: nothing is reduced, all is copied.
     const bool same = problem.src == problem.dst;
     const bool reduces = !same && src.contributions > 1;
     const size_t ndim = problem.shape.size();
@@ -123,7 +123,7 @@ class Intersection {
     return {lists_.make(std::move(ranks)), reduces ? lists_.make(std::move(values)) : RankList()};
   }
 
-  // Where one side lists its boxes, there are no axes to merge: the boxes of both sides meet in pairs.
+  // If one side lists its boxes, there are no axes to merge: the boxes of both sides are intersected in pairs.
   void add_boxes(const Problem& problem, int32_t tensor) {
     const std::vector<BoxTile> held = box_tiles(problem.src, problem.shape);
     const std::vector<BoxTile> wanted = box_tiles(problem.dst, problem.shape);
@@ -143,7 +143,7 @@ class Intersection {
     }
   }
 
-  // Before tasks are made: what is too large must be refused before it fills memory.
+  // Called before tasks are made: a problem that is too large must be refused before it fills memory.
   void count(int64_t cells) {
     cells_ += cells;
     if (cells_ > kMaxTasks) {
@@ -158,7 +158,7 @@ class Intersection {
   void emit(Task task, const Holders& held, const RankList& needed, bool reduces, bool same) {
     task.holders = held.ranks;
     if (reduces) {
-      // Who holds a partial value and needs the box is a receiver as well: its value is not the box.
+      // A rank that holds a partial value and needs the box is also a receiver: its value is not the box.
       task.receivers = needed;
       task.contribution = held.contribution;
       for (const Placement& p : *src_placements_) {
@@ -177,8 +177,7 @@ class Intersection {
     if (!task.receivers.empty()) out_->tasks.push_back(std::move(task));
   }
 
-  // Those of `needed` that are not in `held`; `needed` itself where these are all, as between meshes without a
-  // common rank.
+  // The ranks of `needed` that are not in `held`; `needed` itself if these are all, as between disjoint meshes.
   RankList without(const RankList& needed, const RankList& held) {
     if (needed.empty() || held.empty() || needed.list().back() < held.front() ||
         held.list().back() < needed.front())

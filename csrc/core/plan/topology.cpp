@@ -59,7 +59,8 @@ Topology uniform_topology(int64_t max_rank, int64_t ranks_per_host, int64_t nic_
   out.latency_ns = latency_ns;
   for (int64_t first = 0; first <= max_rank; first += ranks_per_host) {
     Host host;
-    // The last host is as full as the others: ranks beyond max_rank do no harm, a short host would differ.
+    // The last host is as full as the others: ranks beyond max_rank do no harm, but a shorter host would
+    // differ.
     for (int64_t r = first; r < first + std::min(ranks_per_host, kMaxRanks - first); ++r) {
       host.ranks.push_back(static_cast<int32_t>(r));
     }

@@ -42,7 +42,7 @@ void validate(const Topology& topology);
 Topology uniform_topology(int64_t max_rank, int64_t ranks_per_host, int64_t nic_rate, int64_t nics_per_host,
                           int64_t local_rate, int64_t latency_ns);
 
-// rank -> index into topology.hosts. Throws LayoutError where a rank of `ranks` is on no host.
+// rank -> index into topology.hosts. Throws LayoutError if a rank of `ranks` is on no host.
 std::unordered_map<int32_t, int32_t> host_index(const Topology& topology, const std::vector<int32_t>& ranks);
 
 }  // namespace meshcast

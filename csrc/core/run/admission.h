@@ -6,11 +6,11 @@
 
 namespace meshcast {
 
-// Lets threads in until it is closed; closing waits until the last of them has left. Guards what users' threads
-// do inside an engine that any of them may shut down.
+// Admits threads until it is closed; closing waits until the last of them has left. Guards users' threads
+// inside an engine that any of them may shut down.
 class Admission {
  public:
-  // False once it is closed. Who got in calls leave().
+  // Returns false once it is closed. An admitted thread must call leave().
   bool enter() {
     const std::lock_guard lock(mutex_);
     if (closed_) return false;
@@ -23,7 +23,7 @@ class Admission {
     if (--inside_ == 0 && closed_) left_.notify_all();
   }
 
-  // Not from inside.
+  // Must not be called from inside.
   void close() {
     std::unique_lock lock(mutex_);
     closed_ = true;
@@ -37,7 +37,7 @@ class Admission {
   bool closed_ = false;
 };
 
-// Inside an admission, if it let us in.
+// Holds an admission, if it was granted.
 class Entered {
  public:
   explicit Entered(Admission& admission) : admission_(admission.enter() ? &admission : nullptr) {}

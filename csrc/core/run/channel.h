@@ -24,8 +24,8 @@ inline constexpr size_t kWindow = kMessageWindow;
 using ChannelFailure =
     std::function<void(int peer, const TransportError& error, const std::shared_ptr<Run>& run)>;
 
-// For what a thread of a transport, or the work thread, does for a run: nobody there could catch what it
-// throws. Where memory is refused the run has failed, as if the message had; the rest of it is not done.
+// Runs a step of a run on a thread of a transport, or on the work thread, where no caller could catch an
+// exception. Without memory the run fails, as if the message had; the rest of the step is not done.
 template <typename Step>
 void guarded(const ChannelFailure& failure, int peer, const std::shared_ptr<Run>& run,
              const Step& step) noexcept {
@@ -35,15 +35,15 @@ void guarded(const ChannelFailure& failure, int peer, const std::shared_ptr<Run>
     try {
       failure(peer, TransportError(TransportError::Cause::Memory, "no memory for a message"), run);
     } catch (const std::bad_alloc&) {
-      // Not even for the error: the run ends at its deadline.
+      // No memory even for the error: the run ends at its deadline.
     }
   }
 }
 
-// Everything that comes from one peer in one lane, in start order of the runs and plan order within a run.
-// A receive depends on nothing but its sender: what arrives is put into place at once and forwards are read
-// from there, so receiving never waits for sending and no cycle of full buffers can form. Needs no thread: the
-// transport tells what has arrived.
+// Everything that comes from one peer in one lane, in start order of the runs and plan order within a run. A
+// receive depends only on its sender: data is put into place as it arrives, and forwards are read from there,
+// so receiving never waits for sending and no cycle of full buffers can form. Needs no thread: the transport
+// reports arrivals.
 class InChannel {
  public:
   using Arrived = std::function<void(const std::shared_ptr<Run>& run, const RecvOp& op)>;
@@ -54,7 +54,7 @@ class InChannel {
   // ops: indices into the receives of its program. Posts nothing yet.
   void enqueue(const std::shared_ptr<Run>& run, const std::vector<int32_t>& ops);
   void resume();  // posts what the window, PlanOrder and Carries allow by now
-  void close();   // posts nothing more; what is posted is ended by the transport
+  void close();   // posts nothing more; the transport ends what is posted
 
  private:
   class Receipt;
@@ -83,8 +83,8 @@ class InChannel {
   bool closed_ = false;
 };
 
-// Everything that goes to one peer in one lane. A message is issued as soon as its data is there and it is
-// within the window and its PlanOrder, by whichever thread learns of it first.
+// Everything that goes to one peer in one lane. A message is issued as soon as its data is there and the window
+// and its PlanOrder permit, by the thread that learns of it first.
 class OutChannel {
  public:
   OutChannel(std::shared_ptr<Transport> transport, int peer, int32_t lane, ChannelFailure failure);

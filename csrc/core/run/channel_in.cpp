@@ -37,7 +37,7 @@ class InChannel::Receipt final : public Incoming {
   InChannel& channel_;
   const std::shared_ptr<Run> run_;
   const RecvOp& op_;                // of the run's program
-  std::vector<std::byte> staging_;  // where partial values are put together; empty: straight into its place
+  std::vector<std::byte> staging_;  // where partial values are assembled; empty: written directly into place
 };
 
 InChannel::InChannel(std::shared_ptr<Transport> transport, int peer, int32_t lane, Arrived arrived,
@@ -61,9 +61,9 @@ bool InChannel::may_post_locked() const {
   return front.op->carry < 0 || front.run->carries.may_take(front.op->carry);
 }
 
-// In order and without gaps, so that what is posted is the front of the window that the sender counts on too.
-// Without the lock while the transport is told: a message that is there already is finished at once, which
-// makes room for the next.
+// Posts in order and without gaps, so that posted receives are the front of the window that the sender assumes.
+// Calls the transport without the lock: a message that has already arrived is finished at once, which makes
+// room for the next.
 void InChannel::resume() {
   std::unique_lock lock(mutex_);
   if (posting_) return;
@@ -84,7 +84,7 @@ void InChannel::resume() {
   posting_ = false;
 }
 
-// Pieces of a message may cut elements, so partial values are put together before they are combined.
+// Pieces of a message may cut elements, so partial values are assembled before they are combined.
 std::vector<std::byte> InChannel::staging_for_locked(const Entry& entry) {
   const RecvOp& op = *entry.op;
   if (op.reduce == ReduceOp::None) return {};
@@ -98,8 +98,8 @@ std::vector<std::byte> InChannel::staging_for_locked(const Entry& entry) {
   return staging;
 }
 
-// Phase 1: post the next, which travels while this one is combined. Phase 2: that. Phase 3: tell those that
-// forward it.
+// Phase 1: post the next, which is in flight while this one is combined. Phase 2: combine it. Phase 3: notify
+// the sends that forward it.
 void InChannel::arrived(Receipt& receipt) {
   MC_FAULT_POINT("arrive");
   const std::shared_ptr<Run>& run = receipt.run_;

@@ -6,7 +6,7 @@
 
 namespace meshcast {
 
-// One issued message. The tensors stay until it has ended.
+// One issued message. The tensors stay alive until it has ended.
 class OutChannel::Dispatch final : public Outgoing {
  public:
   Dispatch(OutChannel& channel, std::shared_ptr<Run> run, const SendOp& op, int64_t position)
@@ -69,8 +69,8 @@ OutChannel::Entry* OutChannel::next_locked(int64_t* position) {
   return nullptr;
 }
 
-// One thread at a time: others that find it here leave their work to it. Messages are issued without the lock,
-// and within the window in any order: their positions are in their keys.
+// One thread at a time; others leave their messages to it. Messages are issued without the lock, and within the
+// window in any order: their keys contain their positions.
 void OutChannel::pump(const std::function<void()>& between) {
   std::unique_lock lock(mutex_);
   if (pumping_) return;

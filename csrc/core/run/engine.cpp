@@ -20,7 +20,7 @@ void make_copies(Run& run, const std::function<void()>& between) {
   run.complete_ops(static_cast<int64_t>(copies.size()), 0);
 }
 
-// A start that lacks memory or a thread: nobody further up could say for what.
+// Adds that a start ran out of memory or threads, which the error alone does not show.
 std::exception_ptr cause_of_start(const std::exception_ptr& error) {
   const auto named = [](const std::exception& found) {
     return std::make_exception_ptr(
@@ -66,8 +66,8 @@ std::shared_ptr<Run> Engine::start(std::shared_ptr<const Program> program, Buffe
 }
 
 void Engine::hand_out(const std::shared_ptr<Run>& run) {
-  // Phase 1: all operations into their channels, under one lock. Nothing is posted yet, but another run that
-  // ends may post them at once.
+  // Phase 1: enqueue all operations in their channels, under one lock. Nothing is posted yet, but another run
+  // that ends may post them at once.
   const Program* program = &run->program();
   const int32_t lane = run->label().lane;
   const auto& recvs = program->network_recvs_of;
@@ -82,8 +82,8 @@ void Engine::hand_out(const std::shared_ptr<Run>& run) {
     if (runs_.size() > look_at_runs_) forget_ended_runs_locked();
     if (!sends.empty() || !recvs.empty()) run->network = transport_;
     if (!local_recvs.empty() || !program->local_sends.empty()) run->local = local = local_;
-    // Before any message: the first that has ended lets those of other channels go, and a receive that ends at
-    // once must find the tickets of its forwards.
+    // Before any message: the first that ends releases those of other channels, and a receive that ends at once
+    // must find the tickets of its forwards.
     if (!sends.empty()) run->send_tickets.resize(program->sends.size());
     for (const auto& [peer, ops] : sends) run->out_channels.push_back(&out_channel_locked({lane, peer}));
     for (const auto& [peer, ops] : recvs) run->in_channels.push_back(&in_channel_locked({lane, peer}));
@@ -102,8 +102,8 @@ void Engine::hand_out(const std::shared_ptr<Run>& run) {
     for (size_t i = 0; i < recvs.size(); ++i) run->in_channels[i]->enqueue(run, recvs[i].ops);
     for (size_t i = 0; i < local_recvs.size(); ++i) run->local_in_channels[i]->enqueue(run, local_recvs[i].ops);
   }
-  // Phase 2: without the lock, what can begin. This thread posts what arrives and does what is small; what has
-  // to be packed or copied at length is the work thread's.
+  // Phase 2: begin what can begin, without the lock. This thread posts the receives and does what is small; the
+  // work thread does long packing and copying.
   for (InChannel* channel : run->in_channels) channel->resume();
   for (size_t i = 0; i < sends.size(); ++i) {
     OutChannel* const channel = run->out_channels[i];
@@ -168,13 +168,13 @@ void Engine::forward(const std::shared_ptr<Run>& run, const RecvOp& op) {
       send_local(*local_, run, out, failure_);
       continue;
     }
-    // Position, not pointer: the entry moves up in its channel as others go.
+    // Position, not pointer: the entry moves up in its channel as others are removed.
     const SendTicket& ticket = run->send_tickets[static_cast<size_t>(send)];
     ticket.channel->mark_ready(ticket.position);
   }
 }
 
-// A caller may keep thousands that have ended: a look at all of them with each start would cost more than the
+// A caller may keep thousands of ended runs: a look at all of them with each start would cost more than the
 // start.
 void Engine::forget_ended_runs_locked() {
   std::erase_if(runs_, [](const std::weak_ptr<Run>& weak) {
@@ -236,10 +236,10 @@ void Engine::shutdown(std::exception_ptr error) {
     closed_ = true;
   }
   fail(std::move(error));
-  admission_.close();  // what they still hand out would find nobody to end it
+  admission_.close();  // nothing would end what they still hand out
   work_->drain(this);
-  // No start() can add channels any longer. All messages end before any channel goes: arrivals use the senders,
-  // and a thread that hears of a failure at this moment closes every channel.
+  // No start() can add channels any longer. All messages end before any channel is destroyed: arrivals use the
+  // out channels, and a thread that is notified of a failure at this moment closes every channel.
   transport_->shutdown();
   if (local_) local_->shutdown();
   std::shared_ptr<LocalTransport> local;

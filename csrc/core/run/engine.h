@@ -17,21 +17,20 @@
 
 namespace meshcast {
 
-// Executes programs of one private group. start() only enqueues; the work is done by the threads of the
-// transports, which tell what has arrived and what has gone, and by the work thread, which copies; what is
-// small is done by the caller of start(). Runs interleave freely: each has messages of its own, and a lane
-// never waits for another.
+// Executes programs of one private group. start() only enqueues, and does what is small. The threads of the
+// transports, which report completed receives and sends, and the work thread, which copies, do the rest. Runs
+// interleave freely: each has its own messages, and a lane never waits for another.
 class Engine {
  public:
-  // `failure` hears of every transport error, from a thread of the transport. It decides what the error means
-  // and calls fail(); until then the runs concerned stand still. `local` carries the messages that programs
-  // mark as local; without it they must have none.
+  // `failure` is called for every transport error, from a thread of the transport. It decides what the error
+  // means and calls fail(); until then the affected runs are blocked. `local` carries the messages that
+  // programs mark as local; without it they must have none.
   Engine(std::shared_ptr<Transport> transport, ChannelFailure failure,
          std::shared_ptr<LocalTransport> local = nullptr);
   ~Engine();
 
-  // Throws what fail() was given if the engine has failed. Fails the engine where it cannot start all of the
-  // run (no more threads, no memory): the ranks would no longer agree on what has been sent.
+  // Throws what fail() was given if the engine has failed. Fails the engine if it cannot start all of the run
+  // (no more threads, no memory): the ranks would no longer agree on what has been sent.
   std::shared_ptr<Run> start(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label,
                              TimePoint deadline);
 
@@ -41,10 +40,11 @@ class Engine {
   std::exception_ptr error() const;
   std::vector<std::shared_ptr<Run>> in_flight();
 
-  // Looks for peers of this host that have gone. To be called now and then while runs are in flight.
+  // Looks for peers of this host that have exited. Must be called from time to time while runs are in flight.
   void check_local_peers();
 
-  // fail() with `error` if runs are left, then joins all threads. Not from a thread of the engine.
+  // fail() with `error` if runs are left, then joins all threads. Must not be called from a thread of the
+  // engine.
   void shutdown(std::exception_ptr error);
 
  private:
@@ -67,7 +67,7 @@ class Engine {
   std::map<ChannelKey, std::unique_ptr<LocalInChannel>> local_in_;
   std::map<ChannelKey, int64_t> local_sent_;  // messages to each peer of this host, over all runs
   std::vector<std::weak_ptr<Run>> runs_;
-  size_t look_at_runs_ = 16;  // when there are more, which of them have ended
+  size_t look_at_runs_ = 16;  // ended runs are removed when there are more
   std::exception_ptr error_;
   bool closed_ = false;
   Admission admission_;  // of users' threads that start runs

@@ -17,7 +17,7 @@
 namespace meshcast {
 namespace {
 
-constexpr auto kIdle = std::chrono::seconds(1);  // without anything to do, before a thread ends
+constexpr auto kIdle = std::chrono::seconds(1);  // how long an idle thread lives
 // A callback that computes takes less, as a rule; one that waits for a call rarely does.
 constexpr std::chrono::milliseconds kCallbackPatience(5);
 
@@ -48,10 +48,10 @@ struct Executor::State {
   std::list<Running> running;
   size_t threads = 0;
   size_t reserved = 0;
-  bool stopping = false;  // once nothing is left to do
+  bool stopping = false;  // end once no task is left
   bool closed = false;    // begins nothing more
 
-  // The first in the queue that may be run beside those that are.
+  // The first task in the queue that may run together with the running ones.
   auto next() {
     return std::find_if(queue.begin(), queue.end(), [this](const Task& task) {
       return task.key == nullptr || std::none_of(running.begin(), running.end(),
@@ -59,15 +59,15 @@ struct Executor::State {
     });
   }
 
-  // From when on all that are running count as blocked.
+  // The time from which on all running tasks count as blocked.
   TimePoint relief() const {
     TimePoint latest = TimePoint::min();
     for (const Running& at : running) latest = std::max(latest, at.begun + patience);
     return latest;
   }
 
-  // Somebody looks at the queue: at once, or when those that are running count as blocked. False where nobody
-  // does before one of them is through.
+  // Makes a thread look at the queue: at once, or when the running tasks count as blocked. False if none will
+  // before one of them has ended.
   static bool call(const std::shared_ptr<State>& state) {
     if (state->closed) return false;
     if (state->next() == state->queue.end()) return true;
@@ -92,7 +92,7 @@ struct Executor::State {
   }
 };
 
-// Made again in a forked child. Kept for good: whoever ends a run at the end of the process may still post.
+// Made again in a forked child. Never freed: a thread that ends a run as the process ends may still post.
 Executor& Executor::of_process() {
   auto found = callbacks_of_process.there();
   if (!found) {
@@ -190,15 +190,15 @@ void Executor::serve(const std::shared_ptr<State>& state) {
     State::Task task = std::move(*next);
     state->queue.erase(next);
     const auto me = state->running.insert(state->running.end(), {task.key, now});
-    State::call(state);  // who takes this thread's place, should it be blocked
+    State::call(state);  // a thread to replace this one if it is blocked
     lock.unlock();
     try {
       task.run();
     } catch (const std::exception& error) {
-      // Of C++: what Python raises stays in the future that then() made.
+      // From C++: exceptions of Python stay in the future that then() made.
       std::fprintf(stderr, "meshcast: a task of %s raised: %s\n", state->name, error.what());
     }
-    task.run = nullptr;  // what it holds goes without the lock
+    task.run = nullptr;  // its contents are freed without the lock
     lock.lock();
     state->running.erase(me);
     if (state->queue.empty() && state->running.empty()) state->finished.notify_all();

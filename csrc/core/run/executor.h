@@ -10,17 +10,16 @@
 
 namespace meshcast {
 
-// Threads for work that may block for good: callbacks of futures, which are a user's, commands of groups, and
-// reports to stores.
-// One task is run after the other, and a thread that has been at its task for longer than `patience` counts as
-// blocked: another takes its place. So no task waits for another by more than that, and tasks that end soon
-// need one thread. There is none while nothing is to do.
+// Threads for work that may block for ever: users' callbacks of futures, commands of groups, and reports to
+// stores. Tasks are run one after the other, and a thread that has run its task for longer than `patience`
+// counts as blocked: another replaces it. So no task waits for another for longer than that, and short tasks
+// need one thread. There is no thread while there is no task.
 //
-// Nobody waits for these threads. A task keeps alive what it uses, and runs to its end though the executor is
-// gone.
+// These threads are never joined. A task keeps alive what it uses, and runs to its end even if the executor is
+// destroyed.
 class Executor {
  public:
-  // The callbacks of this process. Lives as long as the process does.
+  // The executor for callbacks of this process. Lives as long as the process.
   static Executor& of_process();
 
   // name: of its threads.
@@ -29,18 +28,20 @@ class Executor {
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  // Any thread, with any lock held: runs nothing itself. Tasks with one key are run one after the other; null:
-  // beside all others. False where no thread can be had; then it is begun as soon as one can.
+  // May be called from any thread, with any lock held: runs nothing itself. Tasks with the same key are run one
+  // after the other; null: next to all others. False if no thread is available; the task then begins as soon as
+  // one is.
   bool post(std::function<void()> task, const void* key = nullptr);
-  // The same, but false, and the task is not kept, where all threads are busy and no other can be had.
+  // The same, but if all threads are busy and no other is available, returns false and does not keep the task.
   bool try_post(std::function<void()> task);
-  bool call();  // for what is left: tries again where no thread could be had
+  bool call();  // for queued tasks: tries again to start a thread if there was none
 
-  // There is a thread for a later post() while what this returns is kept. Throws Error where none can be had.
+  // Reserves a thread for a later post() while the returned object lives. Throws Error if no thread is
+  // available.
   std::shared_ptr<void> reserve();
 
-  // The process is about to end: returns once no task is left, or at `limit`. What is left then, or comes
-  // later, is not begun any longer, nor freed.
+  // The process is about to end: returns once no task is left, or at `limit`. Later and remaining tasks are
+  // neither begun nor freed.
   void finish(TimePoint limit);
 
   size_t threads() const;

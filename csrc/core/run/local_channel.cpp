@@ -9,7 +9,7 @@
 namespace meshcast {
 namespace {
 
-// Read by whichever thread copies; the pin of send_local keeps the tensors until finished() or failed().
+// Read by the thread that copies; the pin of send_local keeps the tensors alive until finished() or failed().
 class LocalSend final : public Outgoing {
  public:
   LocalSend(std::shared_ptr<Run> run, const SendOp& op, const ChannelFailure& failure)
@@ -45,8 +45,8 @@ class LocalInChannel::Receipt final : public Incoming {
       : channel_(channel), run_(std::move(run)), op_(op) {}
 
   void write(int64_t offset, int64_t nbytes, const std::byte* in) override {
-    // Fragments may cut elements: partial values are put together first. The memory is taken when the first
-    // one comes, since a sender copies one message at a time and many are posted.
+    // Fragments may cut elements: partial values are assembled first. The memory is taken when the first
+    // fragment arrives, since a sender copies one message at a time and many are posted.
     if (op_.reduce != ReduceOp::None) {
       if (staging_.empty())
         staging_ = op_.carry >= 0 ? run_->carries.take(op_.nbytes) : channel_.take_staging(op_.nbytes);
@@ -112,8 +112,8 @@ void LocalInChannel::post_locked() {
   }
 }
 
-// The next receive is posted before this arrival is told: its sender need not wait for what the arrival sets
-// off.
+// The next receive is posted before this arrival is reported, so its sender need not wait for what the arrival
+// triggers.
 void LocalInChannel::arrived(const std::shared_ptr<Run>& run, const RecvOp& op) {
   MC_FAULT_POINT("arrive");
   {

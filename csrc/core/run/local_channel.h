@@ -13,13 +13,13 @@
 
 namespace meshcast {
 
-// Messages that a local channel keeps posted at a time: enough that a sender always finds one.
+// Messages that a local channel keeps posted at a time: enough for a sender always to find one.
 inline constexpr size_t kLocalWindow = 16;
 
 // Everything that comes from one peer of this host in one lane, posted in start order of the runs and plan
-// order within a run, a window at a time. Needs no thread: the transport tells what has arrived. Of all
-// messages that are on their way, the first in plan order has been posted by every receiver, and its sender
-// has its data; so something can always move.
+// order within a run, a window at a time. Needs no thread: the transport reports arrivals. The first message in
+// plan order of all in flight has been posted by every receiver, and its sender has its data; so something can
+// always move.
 class LocalInChannel {
  public:
   using Arrived = std::function<void(const std::shared_ptr<Run>& run, const RecvOp& op)>;
@@ -28,7 +28,7 @@ class LocalInChannel {
 
   void enqueue(const std::shared_ptr<Run>& run, const std::vector<int32_t>& ops);
   void resume();  // posts what Carries allows by now
-  void close();   // posts nothing more; what is posted is ended by the transport
+  void close();   // posts nothing more; the transport ends what is posted
 
  private:
   class Receipt;
@@ -39,7 +39,7 @@ class LocalInChannel {
 
   void post_locked();
   void arrived(const std::shared_ptr<Run>& run, const RecvOp& op);
-  std::vector<std::byte> take_staging(int64_t nbytes);  // for a partial value that is put together
+  std::vector<std::byte> take_staging(int64_t nbytes);  // for a partial value that is assembled
   void give_back(std::vector<std::byte> staging);
 
   const std::shared_ptr<LocalTransport> transport_;

@@ -3,7 +3,7 @@
 namespace meshcast {
 
 PlanOrder::PlanOrder(int32_t count, int32_t ahead)
-    // A short program needs no order, and no notes.
+    // A short program needs no order, and no record of it.
     : ahead_(ahead), done_(static_cast<size_t>(count <= ahead ? 0 : count), false), limit_(ahead) {}
 
 bool PlanOrder::done(int32_t number) {

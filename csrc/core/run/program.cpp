@@ -16,7 +16,7 @@
 namespace meshcast {
 namespace {
 
-// A NIC that sends this much longer than the mean has its own rank's order set aside (docs/decisions.md).
+// A NIC that sends this much longer than the mean ignores its rank's plan order (docs/decisions.md).
 constexpr double kClearlyLonger = 1.3;
 
 // The two local tensors of one rank in one problem.
@@ -75,14 +75,14 @@ struct Message {
   int32_t hop = -1;  // its first one
 };
 
-// Hops between ranks that share memory join the message that their sender got the chunk by; hops of one chunk
-// that leave one rank join each other. A message stands where its first hop stood, so every rank sees the
-// messages in the same order, and the rank that sends one has the chunk by then. Receiving earlier than planned
-// does no harm: nothing is sent before the message that it waits for. Hops that reduce stay as they are.
-// Returns those messages that `rank` may have a part in.
+// Hops between ranks that share memory join the message by which their sender got the chunk; hops of one chunk
+// that leave one rank join each other. A message takes the place of its first hop, so every rank sees the
+// messages in the same order, and a sender has the chunk by then. Receiving earlier than planned does no harm:
+// nothing is sent before the message that it waits for. Hops that reduce are unchanged. Returns the messages
+// that may involve `rank`.
 //
-// Example. A is elsewhere; B, C and D share memory. The plan has hop 0: A -> B, hop 1: B -> C after 0, and
-// hop 2: C -> D after 1, of one chunk.
+// Example. A is on another host; B, C and D share memory. The plan has hop 0: A -> B, hop 1: B -> C after 0,
+// and hop 2: C -> D after 1, of one chunk.
 //   hop 0   over the network: a message of its own
 //   hop 1   local: begins the message B -> {C}
 //   hop 2   its `after` is hop 1, which is in that message: D joins it, B -> {C, D}
@@ -99,7 +99,7 @@ std::vector<Message> join_hops(const Plan& plan, int32_t rank, const std::vector
     const Hop& hop = plan.hops[i];
     const auto index = static_cast<int32_t>(i);
     const bool inside = !local.empty() && is_local(hop.src) && is_local(hop.dst);
-    // Only those that concern `rank`: over the network no rank counts the messages of others.
+    // Only those that involve `rank`: over the network no rank counts the messages of others.
     if (!inside || hop.reduce != ReduceOp::None) {
       if (hop.src == rank || hop.dst == rank) {
         messages.push_back(
@@ -120,8 +120,8 @@ std::vector<Message> join_hops(const Plan& plan, int32_t rank, const std::vector
   return messages;
 }
 
-// Whether any chunk passes between hosts twice. What a chunk does inside its first and last host does not
-// count: nobody waits for the network there.
+// Whether any chunk passes between hosts twice. Its hops inside its first and last host do not count: no rank
+// waits for the network there.
 bool relays(const Plan& plan) {
   const auto host = host_index(plan.topology, plan.ranks);
   std::vector<char> came_far(plan.hops.size(), 0);
@@ -135,8 +135,8 @@ bool relays(const Plan& plan) {
   return false;
 }
 
-// Whether the NIC of `rank` has to send for about as long as any NIC is busy, and clearly longer than NICs that
-// send do in the mean. Were it idle behind a busy receiver, the run would end later by as much.
+// Whether the NIC of `rank` has to send for about as long as the busiest NIC is busy, and clearly longer than
+// the mean of all NICs that send. If it waited for a busy receiver, the run would end later by as much.
 bool sends_longest(const Plan& plan, int32_t rank) {
   const auto host = host_index(plan.topology, plan.ranks);
   using Port = std::pair<const Host*, size_t>;
@@ -202,7 +202,7 @@ class Projection {
         add_send(message);
       }
     }
-    // Fewer messages than may be under way need no look at all hops.
+    // With fewer messages than may be in flight, this need not look at all hops.
     program_.sends_longest =
         !program_.relayed && program_.network_sends > kDirectSendsAhead && sends_longest(plan_, rank_);
     for (const auto& [peer, count] : local_out_) program_.local_sends.push_back({peer, count});
@@ -289,7 +289,7 @@ class Projection {
   void add_recv(const Message& message) {
     const Chunk& chunk = plan_.chunks[message.chunk];
     const auto index = static_cast<int32_t>(program_.recvs.size());
-    // Reductions of one chunk may pass through a rank more than once, its value arrives once.
+    // Reductions of one chunk may pass through a rank more than once; its value arrives once.
     if (message.reduce == ReduceOp::None)
       recv_of_chunk_[message.chunk] = index;
     else
@@ -300,8 +300,8 @@ class Projection {
     op.local = message.local;
     op.number = message.local ? -1 : program_.network_recvs++;
     op.reduce = message.reduce;
-    // Three cases: a value that is kept as it comes; the end of a reduction, kept as well; a partial value
-    // that is only passed on, which needs a buffer of its own (carry).
+    // Three cases: a value that is kept as it arrives; the end of a reduction, which is kept too; a partial
+    // value that is only passed on, which needs its own buffer (carry).
     const bool belongs_here = message.reduce == ReduceOp::None || (message.last_reduce && needs(chunk));
     if (belongs_here)
       op.parts = chunk_parts(chunk, Side::Destination, message.local && message.reduce == ReduceOp::None);
@@ -309,7 +309,8 @@ class Projection {
       op.own = chunk_parts(chunk, Side::Source);
       if (message.last_reduce && message.reduce == ReduceOp::Avg) op.divisor = contributions(chunk);
       if (!belongs_here) {
-        // What nobody takes on would fill a buffer for good: two chains that meet, or one that ends astray.
+        // A value that no send takes would fill a buffer for ever: two chains meet, or one ends at the wrong
+        // rank.
         if (forwards_[message.hop] == 0)
           throw Error(ErrorKind::Generic,
                       fmt::format("plan ends a reduction at rank {}, which does not need it", rank_));
@@ -344,7 +345,7 @@ class Projection {
     op.number = message.local ? -1 : program_.network_sends++;
     op.forward = forward;
     if (forward) {
-      // Where the data comes from: the reduction that ended with that hop, else the one receive of the chunk.
+      // The source of the data: the reduction that ended with that hop, else the one receive of the chunk.
       const auto reduction = reduction_of_hop_.find(message.after);
       RecvOp& source = program_.recvs[reduction == reduction_of_hop_.end() ? recv_of_chunk_.at(message.chunk)
                                                                            : reduction->second];
@@ -372,10 +373,10 @@ class Projection {
   Program program_;
   const std::vector<Message> messages_;
   std::unordered_map<int32_t, int32_t> recv_of_chunk_;     // a rank receives a chunk once
-  std::unordered_map<int32_t, int32_t> reduction_of_hop_;  // those that reduce
+  std::unordered_map<int32_t, int32_t> reduction_of_hop_;  // hops that reduce
   std::unordered_map<int32_t, int32_t> forwards_;          // hop -> messages of this rank that wait for it
-  std::vector<int32_t> to_leave_;                          // by carry: sends that have not come up yet
-  int32_t held_ = 0;                                       // carries, were all done in this order
+  std::vector<int32_t> to_leave_;                          // by carry: sends that are not added yet
+  int32_t held_ = 0;                                       // carries, if all hops are done in this order
   int32_t most_held_ = 0;
   std::vector<int64_t> counted_;  // elements by tensor, for digests of what arrives
   std::unordered_map<int32_t, int32_t> next_out_;

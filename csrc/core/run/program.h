@@ -27,7 +27,7 @@ struct Part {
   std::array<int64_t, kMaxDims> extent{};
   int32_t place = -1;   // into Program::places; -1: the box has the dimensions of the local tensor
   int64_t first = 0;    // position of its first element in the whole tensor, row-major
-  bool counts = false;  // for the digest of what arrives, as it is written
+  bool counts = false;  // added to the digest of arrived data as it is written
 };
 
 // Parts [begin, end) of Program::parts, packed one after the other on the wire.
@@ -41,16 +41,16 @@ struct RecvOp {
   int64_t nbytes = 0;
   bool local = false;             // through the memory that the two share
   int32_t number = -1;            // over the network: the number-th of the program, from 0
-  PartRange parts;                // where it goes
+  PartRange parts;                // where it is written
   std::vector<int32_t> forwards;  // indices into Program::sends that wait for it
-  // What arrives is a partial value: it is combined with this rank's own, and the outcome goes on.
+  // A partial value arrives: it is combined with this rank's own, and the outcome is forwarded or kept.
   ReduceOp reduce = ReduceOp::None;
   PartRange own;        // this rank's own partial values, as they lie in `parts`
-  int32_t divisor = 1;  // of an average that ends here
-  int32_t carry = -1;   // the number-th of those whose outcome does not belong here, from 0; `parts` is empty
+  int32_t divisor = 1;  // for an average that ends here
+  int32_t carry = -1;   // number, from 0, among those whose outcome does not belong here; `parts` is empty
 };
 
-// A receiver of a message, which is the index-th of the program between the two ranks.
+// A receiver of a message, and the message's index among those of the program between the two ranks.
 struct Target {
   int32_t peer = -1;
   int32_t index = 0;
@@ -63,7 +63,7 @@ struct SendOp {
   PartRange parts;       // where it is read: the source shard, or the destination once it has arrived
   int32_t number = -1;   // over the network: the number-th of the program, from 0
   bool forward = false;  // becomes ready through a RecvOp, not at the start
-  int32_t carry = -1;    // it is what the receive of this number kept; `parts` is empty
+  int32_t carry = -1;    // the value that the receive of this number kept; `parts` is empty
 };
 
 // Messages of a program to one peer of this host.
@@ -83,8 +83,8 @@ struct PeerOps {
   std::vector<int32_t> ops;
 };
 
-// For the digest of what arrives of one tensor: how far elements next to each other are apart in it, by
-// dimension, and whether each of the rank's shard counts as it is written.
+// For the digest of the arrived data of one tensor: the distance of neighbouring elements in it, by dimension,
+// and whether each element of the rank's shard counts as it is written.
 struct Digestible {
   std::array<int64_t, kMaxDims> step{};
   bool whole = false;
@@ -99,14 +99,14 @@ struct Program {
   std::vector<SendOp> sends;
   std::vector<CopyOp> copies;
   std::vector<LocalSends> local_sends;    // by ascending peer
-  std::vector<PeerOps> network_recvs_of;  // likewise; so that a start need not look for what is whose
+  std::vector<PeerOps> network_recvs_of;  // by ascending peer, so that a start need not sort them
   std::vector<PeerOps> network_sends_of;
   std::vector<PeerOps> local_recvs_of;
-  bool copies_are_small = true;  // the caller of a start makes them
+  bool copies_are_small = true;  // made by the caller of a start
   int32_t network_recvs = 0;
   int32_t network_sends = 0;
-  bool relayed = false;        // somewhere in the plan, a chunk that came from one host goes on to another
-  bool sends_longest = false;  // without relays only: this rank's NIC is what the run waits for
+  bool relayed = false;                // some chunk of the plan is forwarded from one host to another
+  bool sends_longest = false;          // only without relays: the run waits for this rank's NIC
   std::vector<int32_t> carried_sends;  // by RecvOp::carry: sends that need it
   int32_t most_carried = 0;            // buffers for them, see carries.h
   int64_t bytes_sent = 0;
@@ -114,15 +114,15 @@ struct Program {
   std::vector<Digestible> digests;  // by tensor
 };
 
-// The memory of a part in a local tensor of these strides (bytes), whose elements of `element_bytes` begin at
-// `base`; without a base only the form of the view is right.
+// The memory of a part in a local tensor with these strides (bytes), whose elements of `element_bytes` begin at
+// `base`; if that is null, only the shape of the view is valid.
 StridedView part_view(const Part& part, const std::vector<BoxPlace>& places,
                       const std::array<int64_t, kMaxDims>& stride, int64_t element_bytes, std::byte* base);
 
-// Projects a plan on one rank. `rank` and `group` are global ranks; `group` ascends and holds every rank of
-// the plan. `local` are the ranks that share memory with this one, itself included (or none), and has to be
-// the same on all of them: between them, a chain becomes one message from its first rank to all others, which
-// is copied in once. Throws Error where the plan asks for what the executor cannot do.
+// Projects a plan on one rank. `rank` and `group` are global ranks; `group` ascends and holds every rank of the
+// plan. `local` are the ranks that share memory with this one, itself included (or none), and has to be the
+// same on all of them: between them, a chain becomes one message from its first rank to all others, which is
+// copied in once. Throws Error if the plan asks for what a program cannot do.
 Program project(const Plan& plan, int32_t rank, const std::vector<int32_t>& group,
                 const std::vector<int32_t>& local = {});
 

@@ -13,15 +13,15 @@
 namespace meshcast {
 namespace {
 
-// A core's own caches hold about so much (L2 of today's server processors: 0.5 to 2 MiB).
+// The size of a core's own caches (L2 of today's server processors: 0.5 to 2 MiB).
 constexpr int64_t kCacheBytes = int64_t{2} << 20;
 
-// Bytes of a local copy after which others have their turn, which take some milliseconds; and where digests are
-// taken, so many that they are still in a core's own cache.
+// Bytes of a local copy after which other work gets its turn: some milliseconds. With digests: so few that they
+// are still in the core's own cache.
 constexpr int64_t kPartBytes = 16 << 20;
 constexpr int64_t kDigestedBytes = 128 << 10;
 
-// Gives the parts of [offset, offset + nbytes) of a message to `visit`: part, view, offset in it, bytes.
+// Passes the parts of [offset, offset + nbytes) of a message to `visit`: part, view, offset in it, bytes.
 template <typename Visit>
 void visit_parts(const Run& run, PartRange parts, int64_t offset, int64_t nbytes, const Visit& visit) {
   for (int32_t i = parts.begin; i < parts.end && nbytes > 0; ++i) {
@@ -106,8 +106,8 @@ void Run::write(const RecvOp& op, int64_t offset, int64_t nbytes, const std::byt
                 unpack_range(in, view, from, n, write_of(op));
                 in += n;
                 if (!digests_.taken()) return;
-                // An element that is cut counts with its last byte: pieces through shared memory, which alone
-                // count, come in order.
+                // A cut element counts with its last byte: only pieces through shared memory count, and they
+                // arrive in order.
                 const int64_t each = view.element_bytes;
                 digests_.add(*program_, part, view, from / each * each, (from + n) / each * each);
               });
@@ -117,8 +117,8 @@ void Run::copy(const CopyOp& op, const std::function<void()>& between) {
   copy_in_parts(op, view(op.from), view(op.to), 0, between);
 }
 
-// In parts, with between() after each. offset: how far their first element is from that of the whole copy, by
-// position in the tensor.
+// Copies in parts, with between() after each. offset: the distance of their first element from that of the
+// whole copy, in positions of the tensor.
 void Run::copy_in_parts(const CopyOp& op, StridedView from, StridedView to, int64_t offset,
                         const std::function<void()>& between) {
   const bool digested = digests_.taken();
@@ -195,8 +195,8 @@ void Run::end_if_due(std::unique_lock<Mutex> lock, bool forced) {
   const bool given_up = error_ && (pins_ == 0 || forced);
   if (ended_ || !(complete || given_up)) return;
   if (complete) MC_FAULT_POINT("complete");
-  // A forced end leaves a request that may still write: the memory then stays with the run, which stays with
-  // the request.
+  // After a forced end, a request may still write: the run then keeps the memory, and the request keeps the
+  // run.
   end(std::move(lock), forced ? nullptr : std::move(buffers_.keepalive));
 }
 
@@ -207,7 +207,7 @@ bool Run::failed() const {
 
 void Run::drive(TimePoint limit) noexcept {
   if (ended()) return;
-  driven_ = true;  // before ended() is asked, so that the end is seen by one side or the other
+  driven_ = true;  // set before ended() is read, so that one side sees the end
   const auto far = network.lock();
   const auto near = local.lock();
   meshcast::drive(
@@ -219,7 +219,7 @@ void Run::wake_driver() noexcept {
   if (!driven_) return;
   const auto far = network.lock();
   const auto near = local.lock();
-  Source* const source = far ? far->source() : nullptr;  // both have the same Progress
+  Source* const source = far ? far->source() : nullptr;  // both share one Progress
   meshcast::wake_driver(source || !near ? source : near->source());
 }
 

@@ -28,13 +28,13 @@ class LocalInChannel;
 class LocalTransport;
 class OutChannel;
 
-// Where a send of a run waits to be issued.
+// The place where a send of a run waits to be issued.
 struct SendTicket {
   OutChannel* channel = nullptr;
   int64_t position = 0;
 };
 
-// A local tensor as memory. data is null where the rank holds nothing of it.
+// A local tensor as memory. data is null if the rank holds nothing of it.
 struct TensorMemory {
   std::byte* data = nullptr;
   std::array<int64_t, kMaxDims> stride{};  // bytes
@@ -44,18 +44,18 @@ struct TensorMemory {
 struct Buffers {
   std::vector<TensorMemory> source;
   std::vector<TensorMemory> destination;
-  std::vector<ElementType> types;  // of the sources that are reduced; may be empty where none is
-  std::vector<DigestNans> nans;    // of the tensors, where digests of what arrives are taken; else empty
+  std::vector<ElementType> types;  // of the sources that are reduced; may be empty if none is
+  std::vector<DigestNans> nans;    // of the tensors, if digests of arrived data are taken; else empty
   std::shared_ptr<void> keepalive;
 };
 
-// Transfers that one group can tell apart at a time: slots are smaller than this.
+// Transfers that one group can distinguish at a time: slots are smaller than this.
 inline constexpr int32_t kSlots = 1 << 14;
 
-// How two ranks match a message. `position`: the messages of a lane between two ranks are numbered through,
-// over all runs, alike at both ends; so no two of them are alike, however far one rank is ahead and however
-// often a run is repeated. Slot, direction and number of the call are there for ranks that disagree, or of
-// which one refused a call and went on to the next: their messages never match.
+// The key by which two ranks match a message. `position`: the messages of a lane between two ranks are numbered
+// over all runs, with the same numbers at both ends; so keys do not repeat, however far one rank is ahead and
+// however often a run is repeated. Slot, direction and number of the call keep messages from matching if ranks
+// disagree, or if one refused a call and continued with the next.
 //
 // Direction 1 bit, slot 14, call 16, position 33.
 inline uint64_t message_key(const RunLabel& label, int64_t position) {
@@ -71,8 +71,8 @@ inline int32_t short_key(uint64_t key) {
                               (key & 0xFF));
 }
 
-// One execution of a program. Threads of the engine report progress; anybody may wait. It ends when every
-// operation is through, or, once failed, when no transport request touches the tensors any longer.
+// One execution of a program. Threads of the engine report progress; any thread may wait. It ends when every
+// operation is complete, or, once failed, when no transport request touches the tensors any longer.
 class Run final : public RunState {
  public:
   Run(std::shared_ptr<const Program> program, Buffers buffers, RunLabel label, TimePoint deadline);
@@ -80,19 +80,19 @@ class Run final : public RunState {
   StridedView view(const Part& part) const;
   const Part& part(int32_t index) const { return program_->parts[static_cast<size_t>(index)]; }
 
-  // The bytes [offset, offset + nbytes) of a message in its packed form, which is its parts one behind the
-  // other: read from where they lie, or written to where they belong.
+  // The bytes [offset, offset + nbytes) of a message in its packed form, which is its parts one after the
+  // other: read from, or written to, the memory of the parts.
   void read(const SendOp& op, int64_t offset, int64_t nbytes, std::byte* out);
   void write(const RecvOp& op, int64_t offset, int64_t nbytes, const std::byte* in);
 
-  // Makes a copy of the program; calls between() now and then, without any lock.
+  // Makes a copy of the program; calls between() from time to time, without any lock.
   void copy(const CopyOp& op, const std::function<void()>& between);
 
-  // Where a message lies as one piece of memory; else null.
+  // The memory of a message if that is one contiguous piece; else null.
   const std::byte* packed(const SendOp& op);
   std::byte* packed(const RecvOp& op) const;
 
-  // How what arrives for `op` is written: past the caches where the run fills more memory than they hold,
+  // How data that arrives for `op` is written: past the caches if the run fills more memory than they hold,
   // unless it is read again at once, to be forwarded or for its digest.
   Write write_of(const RecvOp& op) const {
     return op.forwards.empty() && !(op.local && digests_.taken()) ? write_ : Write::Cached;
@@ -102,12 +102,12 @@ class Run final : public RunState {
   void unpin();  // ... and ends
   void complete_ops(int64_t count, int64_t received_bytes, int64_t sent_bytes = 0);
   void fail(std::exception_ptr error) override;
-  void force_end() override;  // after fail: do not wait for pins any longer
+  void force_end() override;  // after fail(): does not wait for pins
 
-  bool failed() const;  // maybe before it has ended
+  bool failed() const;  // may be true before it has ended
 
-  // Makes messages go on while the caller waits, until `limit` at most, so that no thread has to be woken to
-  // wake this one.
+  // Progresses messages while the caller waits, until `limit` at most, so that no other thread has to be woken
+  // to wake this one.
   void drive(TimePoint limit) noexcept override;
 
   int64_t received_bytes() const override;
@@ -129,10 +129,10 @@ class Run final : public RunState {
   PlanOrder send_order;
   Carries carries;
 
-  // Combines what has arrived with this rank's own values, in place.
+  // Combines the arrived values with this rank's own, in place.
   void reduce(const RecvOp& op, std::byte* arrived) const;
 
-  // A send of a carried value is through: its buffer may serve the next receive.
+  // A send of a carried value is complete: its buffer may serve the next receive.
   void carried_sent(int32_t number);
 
   // Position of the message with this index to a peer of this host.
@@ -149,7 +149,7 @@ class Run final : public RunState {
   Buffers buffers_;
   RunDigests digests_;
   const Write write_;
-  std::atomic<bool> driven_{false};  // its end wakes who drives
+  std::atomic<bool> driven_{false};  // its end wakes the driving thread
 
   // Guarded by mutex_.
   int64_t remaining_ = 0;

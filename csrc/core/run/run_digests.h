@@ -13,10 +13,10 @@
 namespace meshcast {
 
 // Digests of what a run reads and writes on this rank, taken piece by piece right after each is copied, while
-// it is in the core's cache. A pass of its own would bring it from memory once more. Thread-safe.
+// it is in the core's cache. A separate pass would read it from memory again. Thread-safe.
 class RunDigests {
  public:
-  // nans: by tensor; empty where no digest is taken.
+  // nans: by tensor; empty if no digest is taken.
   explicit RunDigests(std::vector<DigestNans> nans) : nans_(std::move(nans)), sums_(nans_.size()) {}
 
   bool taken() const { return !nans_.empty(); }
@@ -24,7 +24,8 @@ class RunDigests {
   // Adds the elements with bytes [begin, end) of the packed form of `view`, the memory of `part`, if it counts.
   void add(const Program& program, const Part& part, const StridedView& view, int64_t begin, int64_t end);
 
-  // Of all of this rank's shard, once the run has ended well. None where not all of it is counted.
+  // The digest of this rank's whole shard, once the run has ended without an error. None if not all of it is
+  // counted.
   std::optional<uint64_t> total(const Program& program, size_t tensor) const;
 
  private:

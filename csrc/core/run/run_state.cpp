@@ -11,7 +11,7 @@ namespace meshcast {
 
 namespace {
 
-constexpr auto kStillAwaited = std::chrono::seconds(1);  // a wait in slices comes back much sooner
+constexpr auto kStillAwaited = std::chrono::seconds(1);  // a wait in slices repeats much sooner
 
 }  // namespace
 
@@ -50,7 +50,7 @@ std::optional<TimePoint> RunState::awaited_since(TimePoint now) const {
   return awaited_since_;
 }
 
-// A callback of a run that never ended is not called, but freed where that may wait.
+// A callback of a run that never ended is not called, and is freed on a thread that may block.
 RunState::~RunState() {
   if (!callbacks_.empty()) Executor::of_process().post([callbacks = std::move(callbacks_)] {});
 }
@@ -67,7 +67,7 @@ void RunState::on_end(std::function<void()> callback) {
   callback();
 }
 
-// The tensors first: who sees the end may look for them at once, to free them.
+// The tensors first: a thread that sees the end may expect them to be freed.
 void RunState::end(std::unique_lock<Mutex> lock, std::shared_ptr<void> tensors) {
   tensors.reset();
   ended_ = true;

@@ -74,7 +74,7 @@ void WorkThread::remove(Ticking& watcher) {
   changed_.wait(lock, [&] { return turn_ != &watcher; });
 }
 
-// A call that starts beside others wakes nobody: the thread looks again within a tick.
+// A call that starts while others run need not wake the thread: it looks again within a tick.
 void WorkThread::wake(bool urgent) {
   if (urgent) ++urgent_;
   ++wakes_;
@@ -94,7 +94,7 @@ void WorkThread::tick_if_due() {
 }
 
 void WorkThread::give_ticks(std::unique_lock<Mutex>& lock) {
-  // Read before looking: what begins meanwhile makes the next round due at once.
+  // Read before the ticks: work that begins meanwhile makes the next round due at once.
   seen_ = wakes_;
   seen_urgent_ = urgent_;
   bool busy = false;

@@ -10,7 +10,7 @@
 namespace meshcast {
 namespace {
 
-// Highest level of any port of the items under their balanced shares: a time that is enough for them.
+// Highest level of any port of the items under their balanced shares: a sufficient time for them.
 int64_t enough_time(const std::vector<const PortItem*>& items, const Network& network) {
   std::map<int32_t, int64_t> load;
   for (const PortItem* item : items) {
@@ -21,7 +21,7 @@ int64_t enough_time(const std::vector<const PortItem*>& items, const Network& ne
   return out;
 }
 
-// Ports of the items of append_copy_items, at least.
+// The least number of ports of the items of append_copy_items.
 size_t least_copy_ports(const Parties& parties, const Network& network, const std::vector<char>& hot_hosts) {
   size_t hot = 0, most = 0;  // hosts, NICs of one of them
   for (const Party& party : parties.receivers) hot += hot_hosts[static_cast<size_t>(party.host)] != 0;
@@ -74,8 +74,8 @@ PortDemand find_port_demand(const std::vector<Task>& tasks, const std::vector<Bu
       reduced.push_back(&task);
       reduced_bytes.push_back(bundles[b].nbytes);
       reduced_bundles.push_back(b);
-      // Both ways of counting hold of every plan, but not both at once in one flow problem: their items would
-      // count the same hop twice. So each is a problem of its own, and the larger time counts.
+      // Both ways of counting are valid for every plan, but not in one flow problem: their items would count
+      // the same hop twice. So each is a separate problem, and the larger time counts.
       append_reduce_items(static_cast<int32_t>(b), bundles[b].nbytes, task, network, false, &reducing);
       append_reduce_items(static_cast<int32_t>(b), bundles[b].nbytes, task, network, true, &whole);
       for (const bool whole_results : {false, true})
@@ -99,13 +99,13 @@ PortDemand find_port_demand(const std::vector<Task>& tasks, const std::vector<Bu
     }
   }
   // Phase 2: ports between hosts. `bound` only grows: least_time starts from it, and a problem whose balanced
-  // shares fit into it needs no flow at all.
+  // shares fit into it needs no flow.
   balance_ports(network, &out.items);
   balance_ports(network, &reducing);
 
   int64_t bound = 0;
-  // All emissions of all bundles are one problem, as hosts share what they relay. What enters a host concerns
-  // that host alone.
+  // All emissions of all bundles are one problem, as hosts share what they relay. Bytes that enter a host are a
+  // problem of that host alone.
   std::vector<const PortItem*> sending;
   std::map<int32_t, std::vector<const PortItem*>> entering;  // by host
   for (const PortItem& item : out.items) {
@@ -134,7 +134,8 @@ PortDemand find_port_demand(const std::vector<Task>& tasks, const std::vector<Bu
     for (const PortItem& item : items) counted.push_back(&item);
     if (!counted.empty()) bound = least_time(counted, network, bound);
   }
-  // Phase 3: the linear program over ways (find_reduce_mix), which knows which hosts can be on one chain.
+  // Phase 3: the linear program over ways (find_reduce_mix), which takes into account which hosts can be on one
+  // chain.
   if (!reduced.empty()) {
     ReduceMix mix = find_reduce_mix(reduced, reduced_bytes, out.items, network);
     bound = std::max(bound, mix.bound_ns);
@@ -149,21 +150,21 @@ PortDemand find_port_demand(const std::vector<Task>& tasks, const std::vector<Bu
   }
   if (enough_time(sending, network) > bound) bound = least_time(sending, network, bound);
 
-  // Phase 4: single ranks: what can only come from inside, and all that they receive over both ways in.
+  // Phase 4: single ranks: bytes that can only come from inside, and all bytes received over both ports in.
   for (int32_t r = 0; r < network.rank_count(); ++r) {
     const int64_t local = network.port_rate(network.local_in(r));
     bound = std::max(bound, transfer_ns(local_only[static_cast<size_t>(r)], local));
     bound = std::max(bound, transfer_ns(received[static_cast<size_t>(r)],
                                         local + network.port_rate(network.nic_in(network.nic(r)))));
   }
-  // Phase 5: ports inside hosts, as far as they might limit. Items of all hosts would be many, and most hosts
+  // Phase 5: ports inside hosts, if they might limit the plan. Items of all hosts would be many, and most hosts
   // have time to spare.
   std::vector<int64_t> local_rate(hosts, 0);
   for (int32_t r = 0; r < network.rank_count(); ++r) {
     local_rate[static_cast<size_t>(network.host(r))] = network.port_rate(network.local_out(r));
   }
   for (size_t h = 0; h < hosts; ++h) {
-    // Where half the time is enough for one rank to pass on everything, the order inside the host is free.
+    // If half the time is enough for one rank to pass on everything, the order inside the host is free.
     out.hot_hosts[h] = inside[h] > 0 && transfer_ns(inside[h], local_rate[h]) > bound / 2;
   }
   std::vector<PortItem> local;
@@ -189,12 +190,12 @@ PortDemand find_port_demand(const std::vector<Task>& tasks, const std::vector<Bu
       if (enough_time(items, network) > bound) bound = least_time(items, network, bound);
     }
   }
-  // Phase 6: as before, but in one flow problem.
-  // All hosts together, since what comes to one over NICs keeps those of others busy.
+  // Phase 6: as before, but in one flow problem. All hosts together, since bytes that enter one over NICs keep
+  // those of others busy.
   size_t entries = 0;
   for (const Parties& parties : out.parties) entries += least_copy_ports(parties, network, out.hot_hosts);
   for (const bool into : {false, true}) {
-    if (entries > kMaxFlowEntries) break;  // as least_time would, after a long time and much memory
+    if (entries > kMaxFlowEntries) break;  // least_time would give up too, after much time and memory
     std::vector<PortItem> copied;
     for (size_t b = 0; b < bundles.size(); ++b)
       append_copy_items(static_cast<int32_t>(b), bundles[b].nbytes, out.parties[b], network, out.hot_hosts,
@@ -203,7 +204,7 @@ PortDemand find_port_demand(const std::vector<Task>& tasks, const std::vector<Bu
     for (const PortItem& item : copied) all.push_back(&item);
     if (!copied.empty()) bound = least_time(all, network, bound);
   }
-  // One latency is in every plan, as the last hop takes it; a plan without hops takes no time.
+  // Every plan has the latency of its last hop; a plan without hops takes no time.
   out.items.insert(out.items.end(), local.begin(), local.end());
   out.bound_ns = bundles.empty() ? 0 : bound + network.latency_ns();
   return out;

@@ -21,7 +21,7 @@ void add_nics(const Party& party, const Network& network, Nics* nics) {
   for (const int32_t index : party.ranks) nics->insert(network.nic(index));
 }
 
-// The smallest chunk of each bundle, bytes. A chunk has pieces of one bundle alone.
+// The smallest chunk of each bundle, bytes. A chunk has pieces of one bundle only.
 std::vector<int64_t> smallest_chunks(const Plan& plan, const std::vector<Bundle>& bundles) {
   std::vector<int32_t> bundle_of(plan.tasks.size());
   for (size_t b = 0; b < bundles.size(); ++b)
@@ -37,7 +37,8 @@ std::vector<int64_t> smallest_chunks(const Plan& plan, const std::vector<Bundle>
 
 int64_t floor_ns(__int128 nbytes, int64_t rate) { return static_cast<int64_t>(nbytes * kSecond / rate); }
 
-// What the receivers of a host take at least to take all of it in: over its NICs once, and else over any port.
+// The least time in which the receivers of a host take in all of it: once over its NICs, the rest over any
+// port.
 int64_t taking_in_ns(const Party& party, const Nics& nics, int64_t nbytes, const Network& network) {
   int64_t over_nics = 0, over_all = 0;
   for (const int32_t nic : nics) over_nics += network.port_rate(network.nic_in(nic));
@@ -48,7 +49,7 @@ int64_t taking_in_ns(const Party& party, const Nics& nics, int64_t nbytes, const
 }
 
 int64_t filling_of(const Parties& parties, int64_t nbytes, int64_t chunk_bytes, const Network& network) {
-  Nics holding, all;  // receivers beside a holder send as well, once they have a copy
+  Nics holding, all;  // receivers on a holder's host also send, once they have a copy
   for (const Party& party : parties.holders) add_nics(party, network, &holding);
   size_t ports = 0;
   int64_t taking_in = std::numeric_limits<int64_t>::max();
@@ -73,10 +74,10 @@ int64_t filling_of(const Parties& parties, int64_t nbytes, int64_t chunk_bytes, 
   return begin + taking_in + network.latency_ns();
 }
 
-// What the ranks of one host take in of the bundles that none of them holds.
+// The bytes that the ranks of one host take in, of the bundles that none of them holds.
 struct Arrivals {
   __int128 nbytes = 0;
-  int64_t first_ns = std::numeric_limits<int64_t>::max();  // until the host has a whole chunk, at least
+  int64_t first_ns = std::numeric_limits<int64_t>::max();  // the least time until the host has a whole chunk
   Nics nics;
   std::set<int32_t> ranks;
 };
@@ -97,7 +98,7 @@ void add_arrivals(const Parties& parties, int64_t nbytes, int64_t chunk_bytes, c
   }
 }
 
-// What comes over NICs alone, or with copies from the first whole chunk on.
+// The time over NICs alone, or with copies from the first whole chunk on.
 int64_t copying_in_ns(const Arrivals& at, const Network& network) {
   int64_t nics = 0, local = 0;
   for (const int32_t nic : at.nics) nics += network.port_rate(network.nic_in(nic));
@@ -109,7 +110,7 @@ int64_t copying_in_ns(const Arrivals& at, const Network& network) {
 }  // namespace
 
 int64_t last_begin_ns(int64_t holding, int64_t hosts, int64_t ports, int64_t hold_ns, int64_t latency_ns) {
-  std::map<int64_t, int64_t> free{{0, holding}};  // so many ports become free at a time
+  std::map<int64_t, int64_t> free{{0, holding}};  // time -> ports that become free then
   while (true) {
     const auto [now, count] = *free.begin();
     if (hosts <= count) return now;
@@ -128,7 +129,7 @@ int64_t filling_bound_ns(const Plan& plan) {
   std::map<int32_t, Arrivals> hosts;
   for (size_t b = 0; b < bundles.size(); ++b) {
     const Task& lead = plan.tasks[static_cast<size_t>(bundles[b].tasks.front())];
-    // How partial values meet is another question.
+    // This bound does not cover reductions.
     if (lead.reduce != ReduceOp::None || lead.receivers.empty() || bundles[b].nbytes == 0) continue;
     const Parties parties = find_parties(lead, network);
     if (parties.remote_hosts == 0) continue;

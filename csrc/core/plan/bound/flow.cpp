@@ -5,7 +5,7 @@
 
 namespace meshcast {
 
-// Edge e and its reverse are numbered e and e ^ 1, so that flow is taken back without a search.
+// An edge and its reverse are numbered e and e ^ 1, so that flow can be undone without a search.
 int32_t FlowNetwork::add_edge(int32_t from, int32_t to, int64_t capacity) {
   const auto edge = static_cast<int32_t>(to_.size());
   for (const auto& [a, b, c] : {std::tuple{from, to, capacity}, std::tuple{to, from, int64_t{0}}}) {
@@ -17,8 +17,8 @@ int32_t FlowNetwork::add_edge(int32_t from, int32_t to, int64_t capacity) {
   return edge;
 }
 
-// Breadth first over edges with room left. Where the sink is not reached, what is reached is the source's
-// side of a minimum cut.
+// Breadth first over edges with room left. If the sink is not reached, the reached nodes are the source's side
+// of a minimum cut.
 bool FlowNetwork::layer(int32_t source, int32_t sink) {
   depth_.assign(first_.size(), -1);
   queue_.assign(1, source);

@@ -17,10 +17,10 @@ class FlowNetwork {
   void set_capacity(int32_t edge, int64_t capacity) { capacity_[static_cast<size_t>(edge)] = capacity; }
 
   int64_t maximum(int32_t source, int32_t sink);
-  // Adds to the flow there is what more can pass, and returns that. What goes over the edges into the sink
-  // stays.
+  // Augments the current flow to a maximum, and returns the increase. Never reduces the flow on edges into the
+  // sink.
   int64_t augment(int32_t source, int32_t sink);
-  // As set_capacity, but keeps the flow: it must not be less than that.
+  // As set_capacity, but keeps the flow, which must not exceed the new capacity.
   void raise_capacity(int32_t edge, int64_t capacity);
   int64_t flow(int32_t edge) const {
     return capacity_[static_cast<size_t>(edge)] - left_[static_cast<size_t>(edge)];

@@ -15,11 +15,11 @@ struct Party {
   std::vector<int32_t> ranks;
 };
 
-// Who takes part in a bundle, by host. A host that needs the box and has no holder is remote: the box has to
-// enter it over a NIC once; all else can stay inside hosts.
+// The ranks that take part in a bundle, by host. A host that needs the box and has no holder is remote: the box
+// has to enter it over a NIC once; all other traffic can stay inside hosts.
 struct Parties {
   std::vector<Party> holders;         // hosts ascending
-  std::vector<Party> receivers;       // hosts ascending, remote ones and those that hold
+  std::vector<Party> receivers;       // hosts ascending, remote ones and those with holders
   std::vector<int32_t> holder_party;  // parallel to receivers: index into holders, or -1 for a remote host
   int64_t remote_hosts = 0;
   bool one_host = false;  // no other host has a part in it: all traffic is local

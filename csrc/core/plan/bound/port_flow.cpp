@@ -13,9 +13,9 @@ int64_t ceil_time(__int128 nbytes, __int128 rate) {
 
 }  // namespace
 
-// Newton's method (Dinkelbach, 1967): at time T let a cut be too small for the demand. Its ports together must
+// Newton's method (Dinkelbach, 1967): let a cut be too small for the demand at time T. Its ports together must
 // carry `need` bytes at `rate` bytes/s, so no time below need / rate is enough; that is the next T. Each step
-// is from a bound to a larger one and never passes the answer, and every cut comes up once at most.
+// is from a bound to a larger one and never passes the answer, and every cut occurs at most once.
 //
 // Example. 100 bytes over a port of 10 bytes/s or one of 30, and 100 over the first alone. From T = 0 the cut
 // holds both ports: 200 / 40 = 5 s. At 5 s the second item finds only 50 bytes of room: its cut gives 100 /
@@ -52,8 +52,8 @@ int64_t least_time(const std::vector<const PortItem*>& items, const Network& net
   std::vector<int32_t> edge_of(static_cast<size_t>(nodes), -1);
   for (const auto& [port, node] : node_of) edge_of[static_cast<size_t>(node)] = flow.add_edge(node, sink, 0);
 
-  // Phase 2: cuts, until everything fits. Capacities are rounded up and so never lie: what does not fit then
-  // does not fit at all.
+  // Phase 2: cuts, until everything fits. Capacities are rounded up, so a demand that does not fit then never
+  // fits.
   int64_t time = floor;
   while (true) {
     const auto capacity = [&](int64_t rate) {
@@ -64,7 +64,7 @@ int64_t least_time(const std::vector<const PortItem*>& items, const Network& net
       flow.set_capacity(edge_of[static_cast<size_t>(node)], static_cast<int64_t>(room));
     }
     if (flow.maximum(source, sink) >= demand) return time;
-    // The ports on the source's side must carry what the items there cannot put elsewhere.
+    // The ports on the source's side must carry the bytes that the items there cannot put elsewhere.
     __int128 need = 0;
     __int128 rate = 0;
     for (size_t i = 0; i < items.size(); ++i) {

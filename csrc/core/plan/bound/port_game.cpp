@@ -47,13 +47,13 @@ void PortGame::forget() {
     for (Way& way : ways) way.part_sum = 0;
 }
 
-// A way is regretted as much as it would have been cheaper than the mixture at the prices so far.
-// Regret matching plus: a player takes each choice with a probability in proportion to how much it regrets
-// not having taken it so far; negative regrets are cut at zero at once. In a game of two sides whose gain is
-// the other's loss the averages of what both play approach an equilibrium as 1 / sqrt(rounds).
+// The regret of a way is how much cheaper it would have been than the mixture at the prices so far. Regret
+// matching plus: a player takes each choice with a probability in proportion to its regret; negative regrets
+// are cut at zero at once. In a zero-sum game the averages of both players approach an equilibrium as 1 /
+// sqrt(rounds).
 void PortGame::choose_ways(std::vector<Way>* ways) {
   if (ways->size() > 1) {
-    // What the box pays at present, and what each way alone would cost, in units of the game times prices.
+    // The present cost of the box, and the cost of each way alone, in units of the game times prices.
     int64_t paid = 0;
     int64_t most = 0;
     std::vector<int64_t> cost(ways->size());
@@ -71,7 +71,7 @@ void PortGame::choose_ways(std::vector<Way>* ways) {
       all += way.regret;
     }
     for (Way& way : *ways) {
-      // Without any regret the mixture stays as it is.
+      // Without any regret the mixture is unchanged.
       if (all > 0) way.part = static_cast<int64_t>((static_cast<__int128>(way.regret) << kWholeBits) / all);
       if (most > kMostRegret) way.regret /= 2;
     }
@@ -84,7 +84,8 @@ void PortGame::choose_ways(std::vector<Way>* ways) {
 }
 
 void PortGame::price_ports() {
-  // The ports' side gains what boxes pay: a port regrets its load above the mean at the present prices.
+  // The ports' player gains what boxes pay: the regret of a port is its load above the mean at the present
+  // prices.
   __int128 paid = 0;
   for (size_t l = 0; l < load_.size(); ++l) paid += static_cast<__int128>(load_[l]) * price_[l];
   const auto mean = static_cast<int64_t>(paid >> kWholeBits);
@@ -102,7 +103,7 @@ void PortGame::price_ports() {
   }
 }
 
-// Later rounds count more: they are the better ones.
+// Later rounds are better, and count more.
 void PortGame::play(int64_t rounds) {
   for (; rounds > 0; --rounds) {
     ++round_;
@@ -119,7 +120,7 @@ std::vector<int64_t> PortGame::parts(size_t box) const {
 }
 
 int64_t PortGame::busiest_ns() const {
-  // From bytes again, not from the rounded units of the game: this is what the mixture would take in a plan.
+  // From bytes, not from the rounded units of the game: this is the time of the mixture in a plan.
   std::vector<int64_t> busy(load_.size(), 0);
   for (const std::vector<Way>& ways : boxes_) {
     int64_t all = 0;

@@ -12,19 +12,19 @@ namespace {
 
 constexpr int kMaxPasses = 64;
 constexpr int64_t kMaxSteps = 20'000'000;  // port visits of all passes together
-constexpr size_t kFewLevels = 32;          // sorted as they are
-constexpr int64_t kLongSteps = 1'000'000;  // likewise: some 20 ms
+constexpr size_t kFewLevels = 32;          // up to so many are sorted directly
+constexpr int64_t kLongSteps = 1'000'000;  // port visits: some 20 ms
 
-// As transfer_ns, of sums over ports.
+// As transfer_ns, for sums over ports.
 int64_t ns_rounded_up(__int128 nbytes, __int128 rate) {
   if (nbytes < kFitsNs && rate < INT64_MAX)
     return transfer_ns(static_cast<int64_t>(nbytes), static_cast<int64_t>(rate));
   return static_cast<int64_t>((nbytes * 1000000000 + rate - 1) / rate);
 }
 
-// First `first`, then what of `second` is not in it. Both are sorted and made unique.
-// The order is part of the plan: all ranks must see the same ports in the same places. So both parts ascend,
-// and a port that could do either counts as an emitter, which may do more.
+// First `first`, then the ports of `second` that are not in it. Both are sorted and made unique. The order is
+// part of the plan: all ranks must see the same ports in the same places. So both parts ascend, and a port in
+// both counts as an emitter, which may do more.
 void join(std::vector<int32_t> first, std::vector<int32_t> second, PortItem* item) {
   sort_unique(&first);
   sort_unique(&second);
@@ -34,11 +34,11 @@ void join(std::vector<int32_t> first, std::vector<int32_t> second, PortItem* ite
                       std::back_inserter(item->ports));
 }
 
-// Water-filling, item by item. With the load of every other item fixed, one item is placed best where the
-// levels (load / rate, in ns) of all ports that take some of it are equal and no other port lies lower. That
-// lowers the sum of load^2 / rate over all ports, whose derivative by a port's load is twice its level. The
-// sum is convex and items are bound only by constraints of their own. So placing them in turns (block
-// coordinate descent) ends at its minimum, where the busiest port is as early as it can be.
+// Water-filling, item by item. With the load of every other item fixed, one item is placed best if the levels
+// (load / rate, in ns) of all ports that take some of it are equal and no other port is lower. That lowers the
+// sum of load^2 / rate over all ports, whose derivative by a port's load is twice its level. The sum is convex
+// and each item has only its own constraints. So placing them in turns (block coordinate descent) ends at its
+// minimum, where the busiest port is done as early as possible.
 //
 // Worked example. 70 bytes are poured over ports A (10 bytes/s, 20 bytes on it, level 2 s), B (20 bytes/s,
 // empty, level 0 s) and C (10 bytes/s, 90 bytes, level 9 s). From the lowest level on:
@@ -57,16 +57,16 @@ class Balancer {
       item.share.assign(item.ports.size(), 0);
       entries += static_cast<int64_t>(item.ports.size());
     }
-    // Items with no choice first, so that the others see their load at once.
-    // In a stable order, so that items of one length keep the order of the bundles on every platform.
+    // Items without a choice first, so that the others see their load at once. The order is stable, so that
+    // items of one length keep the order of the bundles on every platform.
     std::vector<int64_t> lengths;
     lengths.reserve(items_.size());
     for (const PortItem& item : items_) lengths.push_back(static_cast<int64_t>(item.ports.size()));
     order_ = stable_order(lengths);
-    // Phase 2: passes over all items until shares stand still. Both limits bound the work only; a split that
-    // is not quite balanced is still a split, and only costs time on the busiest port.
-    // Levels are whole nanoseconds: what a port takes in one of them goes to and fro for ever. Long work is
-    // not made longer by that.
+    // Phase 2: passes over all items until shares no longer change. Both limits bound the work only; a split
+    // that is not quite balanced is still valid, and only costs time on the busiest port. Levels are whole
+    // nanoseconds, so the bytes of one nanosecond of a port may move to and fro for ever. Long work ignores
+    // those.
     int64_t in_a_ns = 0;
     for (int32_t port = 0; port < network_.port_count(); ++port)
       in_a_ns += network_.port_rate(port) / 1000000000;
@@ -85,7 +85,7 @@ class Balancer {
   }
 
  private:
-  // Nanoseconds until the port is done with what it has, rounded down.
+  // Nanoseconds until the port has carried its load, rounded down.
   int64_t level(int32_t port) const {
     const int64_t load = load_[static_cast<size_t>(port)];
     if (load >= 0 && load < kFitsNs) return load * 1000000000 / network_.port_rate(port);
@@ -98,9 +98,9 @@ class Balancer {
     return out;
   }
 
-  // Where items pour over the same ports again and again, most of these are level, and ascend. The few others
-  // are taken out, each with a neighbour that may be the one out of place, sorted, and merged into the rest
-  // (Cook and Kim, 1980).
+  // If items pour over the same ports repeatedly, most levels already ascend. The few others are taken out,
+  // each with a neighbour that may be the one out of place, sorted, and merged into the rest (Cook and Kim,
+  // 1980).
   void sort_levels() {
     if (levels_.size() < kFewLevels) {
       std::sort(levels_.begin(), levels_.end());
@@ -117,7 +117,7 @@ class Balancer {
       }
     }
     std::sort(apart_.begin(), apart_.end());
-    // From the end on, so that nothing is overwritten before it has moved.
+    // From the end, so that nothing is overwritten before it has moved.
     for (size_t at = levels_.size(); !apart_.empty(); --at) {
       if (kept > 0 && apart_.back() < levels_[kept - 1]) {
         levels_[at - 1] = levels_[--kept];
@@ -130,13 +130,12 @@ class Balancer {
 
   // Adds `amount` to the ports [begin, end) of an item so that the highest of them stays lowest.
   void pour(PortItem* item, size_t begin, size_t end, int64_t amount) {
-    // Phase 1: ports by level, the lower index first among equals, so that all ranks pour alike.
+    // Phase 1: ports by level, the lower index first among equals, so that all ranks pour in the same way.
     levels_.clear();
     for (size_t i = begin; i < end; ++i) levels_.emplace_back(level(item->ports[i]), static_cast<int32_t>(i));
     sort_levels();
-    // Phase 2: the final level.
-    // Ports below the final level: the longest prefix whose common level passes its own highest member.
-    // The level itself is a division, of which there would be one for each port: products tell as well.
+    // Phase 2: the final level. Ports below the final level: the longest prefix whose common level passes its
+    // own highest member. Products are compared, since the level itself would take a division for each port.
     __int128 bytes = amount;
     __int128 rate = 0;
     size_t used = 0;
@@ -148,8 +147,8 @@ class Balancer {
       ++used;
     }
     const int64_t final_level = used > 0 ? ns_rounded_up(bytes, rate) : 0;
-    // Phase 3: each of them is filled up to it. The level was rounded up and the room is rounded down, so a
-    // few bytes are left over; the last port takes them, since shares must add up to the item exactly.
+    // Phase 3: fill each of them up to it. The level was rounded up and the room is rounded down, so a few
+    // bytes are left over; the last port takes them, since shares must add up to the item exactly.
     int64_t left = amount;
     int64_t rate_before = -1;
     int64_t full = 0;  // bytes that fill a port of that rate
@@ -175,10 +174,10 @@ class Balancer {
     }
   }
 
-  // Takes the item out and pours it in again. Returns the bytes that ended on another port.
-  // Beside the ports' levels there is one constraint: emitters take first() bytes at least, since data leaves
-  // its holders before anybody can relay it. Where the free optimum breaks that, the optimum under it has
-  // exactly first() bytes on the emitters, as the sum is convex. Both groups are then poured on their own.
+  // Takes the item out and pours it in again. Returns the bytes that ended on another port. There is one
+  // constraint: emitters take at least first() bytes, since data leaves its holders before any port can relay
+  // it. If the free optimum violates that, the optimum under it has exactly first() bytes on the emitters, as
+  // the sum is convex. Both groups are then poured separately.
   //
   // Example. 100 bytes go to three remote hosts: 300 bytes on emitter E and relays R, S of equal rates, E
   // with 200 bytes of other items. Poured freely, R and S get 150 each and E nothing, since it lies at 200.
@@ -214,7 +213,7 @@ class Balancer {
   std::vector<int64_t> load_;
   std::vector<int32_t> order_;
   std::vector<std::pair<int64_t, int32_t>> levels_;
-  std::vector<std::pair<int64_t, int32_t>> apart_;  // of these, while they are sorted
+  std::vector<std::pair<int64_t, int32_t>> apart_;  // part of levels_, in sort_levels()
   std::vector<int64_t> old_;
 };
 
@@ -228,7 +227,7 @@ void append_network_items(int32_t bundle, int64_t nbytes, const Parties& parties
   PortItem item;
   item.bundle = bundle;
   item.nbytes = nbytes;
-  // A receiver on a host that holds the box gets it locally, so its NIC may send as well as the holder's.
+  // A receiver on a host that holds the box gets it locally, so its NIC may send, like the holder's.
   std::vector<int32_t> emit, relay;
   for (const Party& party : parties.holders) {
     for (const int32_t r : party.ranks) emit.push_back(network.nic_out(network.nic(r)));
@@ -240,7 +239,7 @@ void append_network_items(int32_t bundle, int64_t nbytes, const Parties& parties
   }
   item.kind = PortItem::Kind::NicOut;
   item.copies = parties.remote_hosts;
-  // A relay sends to another remote host: with one of them there is no other to relay to.
+  // A relay sends to another remote host: with only one remote host there is none.
   if (item.copies == 1) relay.clear();
   join(std::move(emit), std::move(relay), &item);
   out->push_back(item);
@@ -269,9 +268,9 @@ void append_local_items(int32_t bundle, int64_t nbytes, const Parties& parties, 
     std::vector<int32_t> relay, emit;
     for (const int32_t r : party.ranks) relay.push_back(network.local_out(r));
     item.copies = static_cast<int64_t>(party.ranks.size());
-    // A host of k receivers copies k times inside, or k - 1 times where the box comes over a NIC to one of
-    // them. In the latter case any receiver may be that one, so all of them are emitters.
-    if (parties.remote(p)) {  // whichever rank the box enters at, the others get it from inside
+    // A host of k receivers copies k times inside, or k - 1 times if the box comes over a NIC to one of them.
+    // In the latter case any receiver may be that one, so all of them are emitters.
+    if (parties.remote(p)) {  // the box enters at one rank, and the others get it from inside
       --item.copies;
       emit = relay;
     } else {
@@ -296,16 +295,16 @@ void append_arrival_items(int32_t bundle, int64_t nbytes, const Parties& parties
     if (!hot_hosts[static_cast<size_t>(party.host)]) continue;
     item.party = static_cast<int32_t>(p);
     item.copies = static_cast<int64_t>(party.ranks.size());
-    // Every receiver takes one copy in. Counting by senders or by receivers are two relaxations of the same
-    // thing: either leaves the other direction free, so the bound may take the larger time of the two.
-    std::vector<int32_t> first, later;  // ports that may bring the first copy, and those for others only
+    // Every receiver takes one copy in. Counting by senders and counting by receivers are two relaxations of
+    // the same problem: each leaves the other direction free, so the bound may take the larger time of the two.
+    std::vector<int32_t> first, later;  // ports that may bring the first copy, and ports for other copies only
     for (const int32_t r : party.ranks) {
       if (!parties.one_host) first.push_back(network.nic_in(network.nic(r)));
       if (!into) {
         later.push_back(network.local_out(r));
       } else if (parties.remote(p)) {
         later.push_back(network.local_in(r));
-      } else {  // whoever sends it: each receiver has one NIC and one local port
+      } else {  // by receiver: each has one NIC and one local port
         PortItem mine = item;
         mine.copies = 1;
         first.push_back(network.local_in(r));
@@ -353,7 +352,7 @@ void append_copy_items(int32_t bundle, int64_t nbytes, const Parties& parties, c
       first.insert(first.end(), away.begin(), away.end());
       join(std::move(first), std::move(later), &item);
       out->push_back(std::move(item));
-    } else if (parties.remote(p)) {  // whichever rank the box enters at
+    } else if (parties.remote(p)) {  // the box enters at any one of the ranks
       for (const int32_t r : party.ranks) away.push_back(network.local_in(r));
       join(std::move(away), {}, &item);
       out->push_back(std::move(item));
@@ -369,7 +368,7 @@ void append_copy_items(int32_t bundle, int64_t nbytes, const Parties& parties, c
   }
 }
 
-// Sums stay exact throughout: each item keeps its total(), whatever moves within it.
+// Sums stay exact throughout: bytes move only within an item, which keeps its total().
 void prefer_emitters(const Network& network, int64_t level, std::vector<PortItem>* items) {
   std::vector<int64_t> load(static_cast<size_t>(network.port_count()), 0);
   for (const PortItem& item : *items) {
@@ -380,7 +379,7 @@ void prefer_emitters(const Network& network, int64_t level, std::vector<PortItem
     int64_t relayed = 0;
     for (size_t k = emitters; k < item.ports.size(); ++k) relayed += item.share[k];
     if (relayed == 0) continue;
-    // Phase 1: what relays have, and the room of the emitters, in bytes.
+    // Phase 1: the bytes of relays, and the room of the emitters, in bytes.
     __int128 room = 0;  // of all emitters up to the level
     const auto room_of = [&](size_t k) {
       const auto port = item.ports[k];
@@ -390,7 +389,7 @@ void prefer_emitters(const Network& network, int64_t level, std::vector<PortItem
     };
     for (size_t k = 0; k < emitters; ++k) room += room_of(k);
     if (room == 0) continue;
-    // Phase 2: emitters take as much as there is of both.
+    // Phase 2: emitters take the smaller of the two.
     const auto moved = static_cast<int64_t>(std::min<__int128>(room, relayed));
     int64_t left = moved;
     for (size_t k = 0; k < emitters; ++k) {  // in proportion to the room, so that emitters stay level
@@ -418,15 +417,15 @@ void prefer_emitters(const Network& network, int64_t level, std::vector<PortItem
   }
 }
 
-// First fit in the order of ports. Balanced shares spread a relay's work thinly over many ports, so that
-// every chunk would take a tree of its own; packed, a few ports relay every chunk.
+// First fit in the order of ports. Balanced shares spread the relays' work thinly over many ports, so that
+// every chunk would take a different tree; packed, a few ports relay every chunk.
 void pack_relays(const Network& network, int64_t level, std::vector<PortItem>* items) {
   std::vector<int64_t> load(static_cast<size_t>(network.port_count()), 0);
   for (const PortItem& item : *items) {
     for (size_t k = 0; k < item.ports.size(); ++k) load[static_cast<size_t>(item.ports[k])] += item.share[k];
   }
   for (PortItem& item : *items) {
-    // Phase 1: relays give back all that they have; `left` is what has to find a place again.
+    // Phase 1: relays give up their shares; `left` is the sum to be placed again.
     int64_t left = 0;
     for (auto k = static_cast<size_t>(item.emitters); k < item.ports.size(); ++k) {
       left += item.share[k];
@@ -434,8 +433,7 @@ void pack_relays(const Network& network, int64_t level, std::vector<PortItem>* i
       item.share[k] = 0;
     }
     // Phase 2: at most one box on each port, since a second copy from the same port makes a bush out of a
-    // chain.
-    // What relays had before fits again without the first limit.
+    // chain. Without that limit, the rest fits as before.
     for (const int64_t most : {item.nbytes, INT64_MAX}) {
       for (auto k = static_cast<size_t>(item.emitters); k < item.ports.size() && left > 0; ++k) {
         int64_t& here = load[static_cast<size_t>(item.ports[k])];

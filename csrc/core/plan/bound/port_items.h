@@ -26,7 +26,8 @@ struct PortItem {
   std::vector<int64_t> share;  // bytes for each port, filled by balance_ports
 
   int64_t total() const { return nbytes * copies + detour; }
-  // What has to come from emitters. A copy that came over a NIC may be passed on in place of the holder's.
+  // Bytes that have to come from emitters. A copy that came over a NIC may be passed on instead of the
+  // holder's.
   int64_t first() const { return std::max<int64_t>(0, std::min(nbytes, nbytes + detour)); }
   bool inside() const { return kind == Kind::Local; }
   bool into() const { return kind == Kind::NicIn || kind == Kind::DetourIn; }
@@ -41,28 +42,29 @@ void append_network_items(int32_t bundle, int64_t nbytes, const Parties& parties
 void append_local_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
                         const std::vector<char>& hot_hosts, std::vector<PortItem>* out);
 
-// For the bound: all copies that each receiving host that is marked hot takes in, whichever way. They come over
-// NICs, where other hosts have a part in the box, or from ranks of the host; the latter are counted by their
-// local ports out or, with `into`, by those into the receivers.
+// For the bound: all copies that each receiving host that is marked hot takes in. They come over NICs, if other
+// hosts have a part in the box, or from ranks of the host; the latter are counted by their local ports out or,
+// with `into`, by those into the receivers.
 void append_arrival_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
                           const std::vector<char>& hot_hosts, bool into, std::vector<PortItem>* out);
 
 // The NIC out ports over which hosts other than `host` can send a box that they hold or get; ascending.
 std::vector<int32_t> ports_from_elsewhere(const Parties& parties, int32_t host, const Network& network);
 
-// For the bound: what the receiving hosts that are marked hot copy inside, counted by their local ports as
-// above. It may come from other hosts that have a part in the box instead, which is counted by their NICs out.
-// Beside the NicOut items of append_network_items, which carry the copy that each remote host must get.
+// For the bound: the copies that the receiving hosts that are marked hot make inside, counted by their local
+// ports as above. They may come from other hosts that have a part in the box instead, counted by their NICs
+// out. These are in addition to the NicOut items of append_network_items, which carry the copy that each remote
+// host must get.
 void append_copy_items(int32_t bundle, int64_t nbytes, const Parties& parties, const Network& network,
                        const std::vector<char>& hot_hosts, bool into, std::vector<PortItem>* out);
 
-// For a bundle to be reduced: items for the ports out of and into all who take part (see find_port_demand). The
-// ports in are counted by host, each of which is entered once, or, with `whole_results`, by what may enter: all
-// receiving hosts but one get the result whole, over NICs of receivers.
+// For a bundle to be reduced: items for the ports out of and into all that take part (see find_port_demand).
+// The ports in are counted by host, each of which is entered once, or, with `whole_results`, by results: all
+// receiving hosts except one get the whole result, over NICs of receivers.
 void append_reduce_items(int32_t bundle, int64_t nbytes, const Task& task, const Network& network,
                          bool whole_results, std::vector<PortItem>* out);
 
-// The same with ranks as places, whose hops take either their NIC or their local ports.
+// The same with ranks instead of hosts, whose hops take either their NIC or their local ports.
 void append_reduce_rank_items(int32_t bundle, int64_t nbytes, const Task& task, const Network& network,
                               bool whole_results, std::vector<PortItem>* out);
 
@@ -72,12 +74,13 @@ void append_reduce_rank_items(int32_t bundle, int64_t nbytes, const Task& task, 
 // to balanced loads. Returns the highest level, ns.
 int64_t balance_ports(const Network& network, std::vector<PortItem>* items);
 
-// Moves shares from relays to emitters while these stay below `level` ns: what holders send themselves arrives
-// sooner than what is forwarded. Expects balanced items.
+// Moves shares from relays to emitters while these stay below `level` ns: data from holders arrives sooner than
+// forwarded data. Expects balanced items.
 void prefer_emitters(const Network& network, int64_t level, std::vector<PortItem>* items);
 
-// Gathers what relays send on as few ports as can take it below `level` ns, at most the box once on each: the
-// trees of an item then differ little from chunk to chunk, and chains keep their order. Expects balanced items.
+// Gathers the shares of relays on as few ports as can take them below `level` ns, at most the box once on each:
+// the trees of an item then differ little from chunk to chunk, and chains keep their order. Expects balanced
+// items.
 void pack_relays(const Network& network, int64_t level, std::vector<PortItem>* items);
 
 }  // namespace meshcast

@@ -8,7 +8,7 @@
 namespace meshcast {
 namespace {
 
-// One box to be reduced among places, which are hosts or, inside one host, its ranks. Every hop leads from one
+// One box to be reduced among places, which are hosts or, inside one host, its ranks. Every hop goes from one
 // place to another, over a port out of the first and a port into the second.
 class ReduceCount {
  public:
@@ -56,11 +56,11 @@ class ReduceCount {
   std::set<int32_t> needing_;
 };
 
-// With Q places to visit at least for all values and R places that have to be sent something because they need
-// the result and cannot make it alone: Q - 1 hops to bring the values together and R on, one less where a place
-// may be both the last of the first and the first of the second.
+// Let Q be the least number of places to visit for all values, and R the number of places that need the result
+// and cannot make it alone. Then Q - 1 hops bring the values together and R hops send the result, one less if a
+// place may be both the last of the first and the first of the second.
 void ReduceCount::append(int64_t all, bool whole_results, std::vector<PortItem>* out) const {
-  // Phase 1: Q. Hosts sorted by how many values they have: however values overlap, the first k places give at
+  // Phase 1: Q. Hosts are sorted by their number of values: however values overlap, the first k places give at
   // most the sum of the k largest counts, so a cover has at least as many places as that sum needs to reach
   // `all`.
   std::vector<int64_t> counts;
@@ -74,13 +74,13 @@ void ReduceCount::append(int64_t all, bool whole_results, std::vector<PortItem>*
   std::sort(counts.begin(), counts.end());
   int64_t visits = 0;
   for (int64_t covered = 0; covered < all; ++visits) covered -= counts[static_cast<size_t>(visits)];
-  // The second count is a packing: of a set of values of which no place has two, one visit serves one at
-  // most, so each has to be fetched from a place of its own. Values that few places have come first. A value
-  // is wanted elsewhere where a place needs the result and is not among those that have the value.
+  // The second count is a packing: if no place has two of a set of values, one visit serves at most one of
+  // them, so each has to be fetched from a different place. Values that few places have come first. A value is
+  // wanted elsewhere if a place needs the result and does not have the value.
   //
-  // Example. Places A {0, 1}, B {1, 2}, C {2, 3}, D {3, 0}: counts of two, so Q is at least 2 of four values.
-  // 0 is with A and D, 2 with B and C: apart, two visits as well. If C had {2} and D {3} only, 2 (B, C) and 3
-  // (D) and 0 (A) would be apart: three visits, while the counts 2 + 2 still say two.
+  // Example. Places A {0, 1}, B {1, 2}, C {2, 3}, D {3, 0}: counts of two, so Q is at least 2 of four values. 0
+  // is at A and D, 2 at B and C: no place has both, so also two visits. If C had only {2} and D only {3}, no
+  // place would have two of 2 (B, C), 3 (D) and 0 (A): three visits, while the counts 2 + 2 still give two.
   const auto wanted = [&](const std::set<int32_t>& places) {
     return std::any_of(needing_.begin(), needing_.end(), [&](int32_t p) { return places.count(p) == 0; });
   };
@@ -95,8 +95,8 @@ void ReduceCount::append(int64_t all, bool whole_results, std::vector<PortItem>*
     taken.insert(places.begin(), places.end());
     apart.push_back(places);
   }
-  // Phase 2: R, and the hops in all. `does_both` may be too generous (the root need not be such a place):
-  // then the count is lower than it could be, which a bound may be.
+  // Phase 2: R, and the total hops. `does_both` may be too generous (the root need not be such a place): then
+  // the count is lower than it could be, which is valid for a bound.
   visits = std::max(visits, static_cast<int64_t>(apart.size()));
   const auto alone_makes_it = [&](int32_t place) {
     const auto here = values_.find(place);
@@ -107,10 +107,9 @@ void ReduceCount::append(int64_t all, bool whole_results, std::vector<PortItem>*
   for (const int32_t place : needing_) remote += !alone_makes_it(place);
   const int64_t copies = visits == 1 ? remote : visits - 1 + remote - does_both;
   if (copies == 0) return;
-  // Phase 3: the ports out. Each item names the ports of which one has to carry the hop; the narrower, the
-  // tighter.
-  // A value has to leave the places that have it where any other needs the result. All hops of the reduction
-  // leave places that have values, and so does the result where anybody else needs it.
+  // Phase 3: the ports out. Each item lists ports, one of which has to carry the hop; fewer ports make the
+  // bound tighter. A value has to leave the places that have it if any other needs the result. All hops of the
+  // reduction leave places that have values, and so does the result if any other place needs it.
   int64_t from_values = std::min(copies, visits == 1 ? 1 : visits - 1 + (remote > does_both));
   int64_t relayed = copies;
   for (const std::set<int32_t>& places : apart) {
@@ -128,7 +127,7 @@ void ReduceCount::append(int64_t all, bool whole_results, std::vector<PortItem>*
   // Phase 4: the ports in, by one of two arguments.
   int64_t entered = 0;
   if (whole_results) {
-    // All but one of the places that need the result get it whole, and only receivers may take it in so.
+    // All except one of the places that need the result get it whole, and only over ports of receivers.
     const auto may_end = [&](int32_t place) { return needing_.count(place) != 0 && !alone_makes_it(place); };
     add(in_kind_, into_receivers_, remote - does_both, may_end, out);
     entered = std::max<int64_t>(0, remote - does_both);
@@ -164,7 +163,7 @@ void append_reduce_items(int32_t bundle, int64_t nbytes, const Task& task, const
     needing[network.host(r)].push_back(r);
   }
   hosts.append(all, whole_results, out);
-  // Creates an empty list where there is none: that host reduces, though no rank of it needs the result.
+  // Creates an empty list if there is none: that host reduces, even if no rank of it needs the result.
   if (values.size() == 1) needing[values.begin()->first];  // the only host that can reduce, needed there or not
   // A host that has every value and needs the result makes it inside: there, ranks are the places.
   for (const auto& [host, receivers] : needing) {

@@ -9,13 +9,13 @@ namespace meshcast {
 namespace {
 
 constexpr int32_t kMostRounds = 64;         // of looking for cheapest ways
-constexpr int64_t kMostVisits = 2'000'000;  // pairs of ends that are looked at, all rounds together
+constexpr int64_t kMostVisits = 2'000'000;  // pairs of ends that are looked at, in all rounds
 constexpr int64_t kMostSteps = 20'000'000;  // of the game, a port of a way each
 constexpr int64_t kGameRounds = 200;        // between looks
-constexpr int64_t kPriceUnit = 1 << 24;     // of the dearest port
-constexpr int64_t kClose = 500;             // a bound this near to what the mixture takes is good enough: 1/500
+constexpr int64_t kPriceUnit = 1 << 24;     // of the most expensive port
+constexpr int64_t kClose = 500;             // a bound within 1/500 of the mixture's time is good enough
 
-struct Flexible {  // something else that the ports have to carry
+struct Flexible {  // another demand on the ports
   const PortItem* item = nullptr;
   size_t box = 0;  // of the game
 };
@@ -45,16 +45,14 @@ __int128 cheapest_of(const PortItem& item, const ReduceWays::Prices& price, Port
 }  // namespace
 
 // Let every port have a price per nanosecond, and T be the time of a plan. Its ports are busy for T at most, so
-// all that it uses is worth at most T times the sum of all prices. It is worth at least what the cheapest way
-// of every box costs; hence T is at least the one divided by the other, whatever the prices. By linear
-// programming duality the right prices make this as large as mixtures of ways allow. Both are found by column
-// generation: boxes divide themselves among the ways known so far (PortGame), and at the prices that come of it
-// the cheapest ways of all join them.
+// its cost is at most T times the sum of all prices. Its cost is at least that of the cheapest way of every
+// box; hence T is at least the one divided by the other, for any prices. By linear programming duality the
+// right prices make this as large as mixtures of ways allow. Both are found by column generation: boxes are
+// divided among the ways known so far (PortGame), and the cheapest ways at the resulting prices are added.
 //
-// Example. Two boxes of 10 s each can go over port A or port B. Prices 1 and 1: each box costs 10 whatever
-// its way, 20 in all, over a sum of prices of 2: no plan takes less than 10 s. Prices 1 and 0: the cheapest
-// way of both is B for nothing, so the bound is 0: true, but useless. Regret matching finds prices of the
-// first kind.
+// Example. Two boxes of 10 s each can go over port A or port B. Prices 1 and 1: each box costs 10 on any way,
+// 20 in all, over a sum of prices of 2: no plan takes less than 10 s. Prices 1 and 0: the cheapest way of both
+// is B at no cost, so the bound is 0: true, but useless. Regret matching finds prices of the first kind.
 ReduceMix find_reduce_mix(const std::vector<const Task*>& tasks, const std::vector<int64_t>& nbytes,
                           const std::vector<PortItem>& items, const Network& network) {
   const auto ports = 2 * static_cast<size_t>(network.nic_count());
@@ -85,7 +83,7 @@ ReduceMix find_reduce_mix(const std::vector<const Task*>& tasks, const std::vect
   // Phases of a round: price the ports, look for the cheapest way of every box, take the bound, play the
   // game.
   for (int32_t round = 1; round <= kMostRounds && round * visits <= kMostVisits; ++round) {
-    // Per byte: worth / rate, in fixed point, rounded down, so that what ways cost is never overrated.
+    // Per byte: worth / rate, in fixed point, rounded down, so that the cost of ways is never overestimated.
     __int128 all = 0;
     for (size_t l = 0; l < ports; ++l) {
       price[l] = (static_cast<__int128>(worth[l]) << 32) / network.port_rate(static_cast<int32_t>(l));
@@ -111,13 +109,13 @@ ReduceMix find_reduce_mix(const std::vector<const Task*>& tasks, const std::vect
     if (all > 0)
       out.bound_ns = std::max(out.bound_ns, static_cast<int64_t>(((value >> 16) * 1000000000 / all) >> 16));
     if (game.size() == 0) break;
-    // The mixture takes at least the optimum of the linear program, the bound is at most that. Where they
-    // meet, neither can become better.
+    // The mixture takes at least the optimum of the linear program, the bound is at most that. If they meet,
+    // neither can improve.
     if (!fresh && out.bound_ns >= game.busiest_ns() - game.busiest_ns() / kClose) break;
     const int64_t rounds = fresh ? kGameRounds : 2 * kGameRounds;
     steps += rounds * game.size();
     if (round > 1 && steps > kMostSteps) break;
-    // Averages over rounds in which a way was missing would keep its part too small.
+    // Averages over rounds without the new ways would keep their parts too small.
     if (fresh) game.forget();
     game.play(rounds);
     const int64_t most =

@@ -16,13 +16,13 @@ struct WayPart {
   int64_t part = 0;  // of the sum over all ways of the box
 };
 
-// How boxes to be reduced divide themselves among ways, so that the NICs are done as early as possible.
+// The division of boxes to be reduced among ways, so that the NICs are done as early as possible.
 struct ReduceMix {
-  std::vector<std::vector<WayPart>> ways;  // by box; none where nothing is known
-  int64_t bound_ns = 0;  // no plan can be faster that reduces every box at one place and sends the result on
+  std::vector<std::vector<WayPart>> ways;  // by box; none if nothing is known
+  int64_t bound_ns = 0;  // for all plans that reduce every box at one place and send the result on
 };
 
-// `items` are what the ports have to carry beside.
+// `items`: what the ports have to carry in addition.
 ReduceMix find_reduce_mix(const std::vector<const Task*>& tasks, const std::vector<int64_t>& nbytes,
                           const std::vector<PortItem>& items, const Network& network);
 

@@ -16,8 +16,8 @@ int32_t cheapest_port(const std::vector<int32_t>& ports, const ReduceWays::Price
 
 }  // namespace
 
-// Sites are the hosts that have values or need the result, ascending. Values are bits of a word, which is
-// what limits a box to 64 of them.
+// Sites are the hosts that have values or need the result, ascending. Values are bits of a word, so a box can
+// have at most 64.
 ReduceWays::ReduceWays(const Task& task, const Network& network) {
   std::map<int32_t, Site> sites;
   for (size_t i = 0; i < task.holders.size(); ++i) {
@@ -67,11 +67,11 @@ __int128 ReduceWays::cheapest(const Prices& price, ReduceWay* way) {
   way->results.clear();
   if (!travels_ || !countable_) return 0;
   const auto at = [&](int32_t port) { return price[static_cast<size_t>(port)]; };
-  // Phase 1: by the prices at hand, each site's cheapest ports; the price of a set of sites as a chain's
-  // middle; and what the spreading costs, as if the root were on none of the hosts that need the result.
-  int32_t relay = -1;  // out of any host that gets the result or makes it alone
+  // Phase 1: at these prices, each site's cheapest ports; the price of a set of sites as a chain's middle; and
+  // the cost of spreading the result, as if the root were on none of the hosts that need it.
+  int32_t relay = -1;  // port out of any host that gets the result or makes it alone
   size_t relay_site = 0;
-  int32_t alone = -1;  // out of hosts that make it alone
+  int32_t alone = -1;  // port out of hosts that make it alone
   __int128 results = 0;
   int32_t results_count = 0;  // as if every host that needs the result took it in
   cover_.clear();
@@ -103,13 +103,13 @@ __int128 ReduceWays::cheapest(const Prices& price, ReduceWay* way) {
     return alone >= 0 && at(alone) < at(own) ? alone : own;
   };
   // Phase 2: all pairs of a root z and a first host f, since the chain does not leave the one and does not
-  // enter the other. The rest of the chain is a set cover of what these two do not have. Its price does not
-  // depend on the order of the chain: each host in the middle is entered once and left once.
+  // enter the other. The rest of the chain is a set cover of the values that these two do not have. Its price
+  // does not depend on the order of the chain: each host in the middle is entered once and left once.
   __int128 best = -1;
   size_t best_root = 0, best_first = 0;
   std::vector<int32_t> best_others;
-  // Many pairs miss the same values, so covers are kept for the length of the call.
-  std::map<uint64_t, std::pair<__int128, std::vector<int32_t>>> covers;  // by what is missing at both ends
+  // Many pairs miss the same values, so covers are kept during the call.
+  std::map<uint64_t, std::pair<__int128, std::vector<int32_t>>> covers;  // by the values missing at both ends
   for (size_t z = 0; z < sites_.size(); ++z) {
     const Site& root = sites_[z];
     if (root.values == 0) continue;
@@ -121,8 +121,7 @@ __int128 ReduceWays::cheapest(const Prices& price, ReduceWay* way) {
     }
     if (count > 0) {
       const __int128 first = at(emit(root));
-      // One emission, then every further copy from whoever sends it cheaper: the emitter, or a host that
-      // relays.
+      // One emission, then every further copy from the cheaper sender: the emitter, or a host that relays.
       sent += first + (count - 1) * std::min(first, at(relay));
     }
     // A chain of one host. Longer ones that end there would only cost more.
@@ -159,7 +158,7 @@ __int128 ReduceWays::cheapest(const Prices& price, ReduceWay* way) {
     way->chain.push_back({site.host, site.cheapest_in, site.cheapest_out});
   }
   way->chain.push_back({root.host, best_first == best_root ? -1 : root.cheapest_in, -1});
-  // The host that relays is the first to get the result, where others relay cheaper than the root emits.
+  // The relaying host is the first to get the result, if others relay cheaper than the root emits.
   const int32_t own = emit(root);
   const bool relays = at(relay) < at(own);
   for (size_t h = 0; h < sites_.size(); ++h) {

@@ -9,7 +9,7 @@
 
 namespace meshcast {
 
-// A way to reduce a box and send the result on, in words of hosts and ports of NICs.
+// A way to reduce a box and send the result on, as hosts and ports of NICs.
 struct ReduceWay {
   struct Visit {
     int32_t host = -1;
@@ -22,8 +22,8 @@ struct ReduceWay {
   std::vector<int32_t> ports() const;  // with repeats
 };
 
-// The ways in which a box can be reduced and sent on, and the cheapest of them when every port of a NIC has a
-// price. A way is: a chain of hosts that together have every value, then a tree from its end, the root, through
+// The ways in which a box can be reduced and sent on, and the cheapest of them if every port of a NIC has a
+// price. A way is a chain of hosts that together have every value, then a tree from its end, the root, through
 // every further host that needs the result. Transfers inside hosts are free here.
 class ReduceWays {
  public:
@@ -34,7 +34,7 @@ class ReduceWays {
 
   int64_t size() const { return static_cast<int64_t>(sites_.size() * sites_.size()); }  // pairs of ends
 
-  // No way costs less; zero, and no way, where nothing is known.
+  // Returns the cost of the cheapest way, or a lower bound; zero, and no way, if nothing is known.
   __int128 cheapest(const Prices& price, ReduceWay* way);
 
  private:
@@ -47,13 +47,13 @@ class ReduceWays {
     std::vector<int32_t> root_out;           // ports of all of these
     bool complete = false;                   // has every value
     bool makes_it() const { return needs && complete; }
-    // By the prices at hand.
+    // At the current prices.
     int32_t cheapest_out = -1, cheapest_in = -1, cheapest_root_out = -1, cheapest_need_in = -1;
   };
 
   std::vector<Site> sites_;
   uint64_t all_ = 0;
-  bool countable_ = true;  // false: too many values to tell which hosts have all of them
+  bool countable_ = true;  // false: too many values to determine which hosts have all of them
   bool travels_ = false;   // false: every host that needs the result makes it alone
   ValueCover cover_;
 };

@@ -31,15 +31,14 @@ void ValueCover::choose_useful(uint64_t wanted) {
   }
 }
 
-// Dual ascent: every value in turn is given as much as the sets that contain it have left of their prices. What
-// is given to all values together, no cover can undercut.
-// This is a feasible dual of the linear program of set cover: weights of values such that no set's values
-// weigh more than its price. Weak duality: their sum is a lower bound. Values in few sets come first, since
-// only these sets lose what is given to them.
+// Dual ascent: every value in turn gets as much weight as the sets that contain it have left of their prices.
+// The weights are a feasible dual of the linear program of set cover: no set's values weigh more than its
+// price. By weak duality, their sum is a lower bound for every cover. Values in few sets come first, since only
+// these sets lose the weight.
 //
-// Example. Sets {0, 1} at 3, {1, 2} at 3, {0, 2} at 3. Every value is in two sets. 0 is given 3, which uses
-// up the first and the third set; 1 gets min(0, 3) = 0, and 2 as well. The floor is 3, the cheapest cover 6,
-// and the best dual 4.5 (1.5 each).
+// Example. Sets {0, 1} at 3, {1, 2} at 3, {0, 2} at 3. Every value is in two sets. 0 gets 3, which uses up the
+// first and the third set; 1 gets min(0, 3) = 0, and 2 gets 0, too. The floor is 3, the cheapest cover 6, and
+// the best dual 4.5 (1.5 each).
 __int128 ValueCover::floor_of(uint64_t wanted) const {
   std::vector<__int128> left(sets_.size());
   for (size_t i = 0; i < sets_.size(); ++i) left[i] = sets_[i].price;

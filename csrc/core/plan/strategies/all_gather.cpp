@@ -7,13 +7,13 @@
 namespace meshcast {
 namespace {
 
-// Chunk `i` of `n` belongs to part i * parts / n: parts differ by one chunk at most, none is empty while
-// there are enough chunks. Bytes need not divide by the number of receivers.
+// Chunk `i` of `n` belongs to part i * parts / n: parts differ by at most one chunk, and none is empty if there
+// are enough chunks. Bytes need not divide by the number of receivers.
 size_t part_of(int32_t i, int32_t n, size_t parts) {
   return static_cast<size_t>(static_cast<int64_t>(i) * static_cast<int64_t>(parts) / n);
 }
 
-// Passes the chunk once round `ring`, starting behind the member that got it by the route's last edge.
+// Passes the chunk once round `ring`, starting after the member that got it by the route's last edge.
 void pass_round(const std::vector<int32_t>& ring, size_t start, Route* route) {
   for (size_t k = 1; k < ring.size(); ++k) {
     const int32_t src = ring[(start + k - 1) % ring.size()];
@@ -22,7 +22,7 @@ void pass_round(const std::vector<int32_t>& ring, size_t start, Route* route) {
   }
 }
 
-// Small enough that each of the receivers gets a part of its own.
+// Small enough for each receiver to get its own part.
 int64_t part_bytes(const Inputs& in, const Bundle& bundle, size_t parts) {
   const int64_t part = bundle.nbytes / static_cast<int64_t>(parts);
   return std::max<int64_t>(1, std::min(in.chunk_bytes, part));

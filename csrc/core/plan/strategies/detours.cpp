@@ -46,31 +46,30 @@ class DetourSearch {
     for (Host& host : hosts_) measure(&host);
   }
 
-  // When the ports inside hosts are done without detours.
+  // The time at which the ports inside hosts are done without detours.
   int64_t level() const {
     int64_t out = 0;
     for (const Host& host : hosts_) out = std::max(out, host.level);
     return out;
   }
 
-  // Finds detours with which all ports are done by `ns`. Appends them, and takes them off what is copied
-  // inside.
-  // Hosts are looked at one by one: their ports in and inside are their own. Only ports out are shared, as
-  // those of one host send the detours of another; they are checked once for all hosts in the end.
-  // DetourOut items have no ports yet (fill_in).
+  // Finds detours with which all ports are done by `ns`. Appends them, and subtracts them from the copies
+  // inside. Hosts are handled one by one, since they share no ports in or inside. Only ports out are shared, as
+  // those of one host send the detours of another; they are checked once for all hosts at the end. DetourOut
+  // items have no ports yet (fill_in).
   bool fit(int64_t ns, std::vector<PortItem>* items) {
     *items = plain_.items;
     std::vector<PortItem> detours;
     for (const Host& host : hosts_) {
       if (host.level > ns && !relieve(host, ns, items, &detours)) return false;
     }
-    // All that leaves hosts, detours included, as one flow problem. least_time starts at `ns`: it returns
-    // more where that is not enough.
+    // All bytes that leave hosts, including detours, are one flow problem. least_time starts at `ns`, and
+    // returns more if that is not enough.
     size_t entries = 0;
     for (const PortItem* item : sending_) entries += item->ports.size();
     for (const PortItem& item : detours)
       if (item.kind == PortItem::Kind::DetourOut) entries += elsewhere(item).size();
-    if (entries <= kMaxFlowEntries) {  // else least_time has nothing to say
+    if (entries <= kMaxFlowEntries) {  // else least_time returns `ns`
       std::vector<PortItem> filled;
       for (const PortItem& item : detours)
         if (item.kind == PortItem::Kind::DetourOut) filled.push_back(item);
@@ -100,13 +99,13 @@ class DetourSearch {
     int64_t level = 0;                     // ns
   };
 
-  // Ports of all hosts that have a box, without those of one of them in their midst.
+  // Ports of all hosts that have a box, without the range [own_begin, own_end) of one host.
   struct Elsewhere {
     std::vector<int32_t>::const_iterator begin, own_begin, own_end, end;
     size_t size() const { return static_cast<size_t>((own_begin - begin) + (end - own_end)); }
   };
 
-  // Ports ascend, and with them their hosts.
+  // Ports ascend, and so do their hosts.
   Elsewhere elsewhere(const PortItem& item) {
     std::vector<int32_t>& all = everywhere_[static_cast<size_t>(item.bundle)];
     if (all.empty()) all = ports_from_elsewhere(plain_.parties[static_cast<size_t>(item.bundle)], -1, network_);
@@ -130,7 +129,7 @@ class DetourSearch {
     for (const size_t i : host->inside) {
       const PortItem& item = plain_.items[i];
       for (size_t k = 0; k < item.ports.size(); ++k) out[item.ports[k]] += item.share[k];
-      // Each rank is the one at which the box enters a remote host about equally often.
+      // The box enters a remote host at each of its ranks about equally often.
       const std::vector<int32_t>& ranks = party(item).ranks;
       for (const int32_t r : ranks)
         host->local_in[r] += item.nbytes * item.copies / static_cast<int64_t>(ranks.size());
@@ -141,12 +140,13 @@ class DetourSearch {
       host->level = std::max(host->level, transfer_ns(nbytes, network_.port_rate(network_.local_in(rank))));
   }
 
-  // Bytes that come by detours: by item of the host, by the port of the NIC they come in at.
+  // Bytes that come by detours: by item of the host and NIC port in.
   using Moved = std::vector<std::map<int32_t, int64_t>>;
 
-  // What each receiver cannot take in from inside by `ns`, spread over its boxes in proportion to their size.
-  // False where that is not possible. A receiver has one port in from inside. What that cannot take in by
-  // `ns` has to come over its NIC, whatever the senders do; only which boxes these are is left to choose.
+  // Bytes that each receiver cannot take in from inside by `ns`, spread over its boxes in proportion to their
+  // size. Returns false if that is not possible. A receiver has one port in from inside. The bytes that it
+  // cannot take in by `ns` have to come over the NIC, whatever the senders do; only the choice of boxes is
+  // free.
   bool relieve_receivers(const Host& host, int64_t ns, Moved* moved) const {
     moved->assign(host.inside.size(), {});
     for (const auto& [rank, nbytes] : host.local_in) {
@@ -176,8 +176,8 @@ class DetourSearch {
   // flow over ports inside is made as large as it can be before NICs may take the rest.
   bool relieve(const Host& host, int64_t ns, std::vector<PortItem>* items,
                std::vector<PortItem>* detours) const {
-    // Phase 1: what has to come over NICs because receivers cannot take it in otherwise. Held against the
-    // NICs as load that is there already, and taken off the demand.
+    // Phase 1: bytes that have to come over NICs because receivers cannot take them in otherwise. They count as
+    // existing load of the NICs, and are subtracted from the demand.
     Moved moved;
     if (!relieve_receivers(host, ns, &moved)) return false;
     std::map<int32_t, int64_t> taken;  // by port of a NIC
@@ -190,7 +190,7 @@ class DetourSearch {
       }
     }
 
-    // Phase 2: the ports as nodes, each with an edge to the sink of what it can carry by `ns` beside that.
+    // Phase 2: the ports as nodes, each with an edge to the sink for the bytes that it can still carry by `ns`.
     std::map<int32_t, int32_t> node_of;  // port -> node
     for (const std::vector<size_t>* some : {&host.inside, &host.entering}) {
       for (const size_t i : *some)
@@ -209,7 +209,7 @@ class DetourSearch {
           bytes_in(ns, network_.port_rate(port)) - (used == taken.end() ? int64_t{0} : used->second);
       flow.add_edge(node, sink, std::max<int64_t>(0, room));
     }
-    // Phase 3: what must enter the host over NICs: one copy of each such box, over any NIC of its receivers.
+    // Phase 3: boxes that must enter the host over NICs: one copy of each, over any NIC of its receivers.
     int64_t demand = 0;
     for (const size_t i : host.entering) {
       const PortItem& item = plain_.items[i];
@@ -218,9 +218,9 @@ class DetourSearch {
       for (const int32_t port : item.ports) flow.add_edge(nodes, node_of[port], item.nbytes);
       ++nodes;
     }
-    // Phase 4: the copies made inside. One node for the box with edges to its emitters, one behind it for
-    // relays, as wide as what emitters need not send. The ways over NICs exist from the start, but are
-    // closed.
+    // Phase 4: the copies made inside. One node for the box with edges to its emitters, one after it for
+    // relays, with the capacity that emitters need not send. The edges to NICs exist from the start, with
+    // capacity 0.
     struct Way {
       size_t item;  // of the host
       int32_t port, edge;
@@ -243,8 +243,8 @@ class DetourSearch {
       }
       nodes += 2;
     }
-    // Phase 5: all that ports inside can do, then the rest over NICs. Augmenting never takes flow off the
-    // edges into the sink, so the ports inside stay as full as they were: detours are as few as possible.
+    // Phase 5: the largest flow over ports inside, then the rest over NICs. Augmenting never reduces the flow
+    // on edges into the sink, so the ports inside stay as full as they were: detours are as few as possible.
     int64_t placed = flow.maximum(source, sink);
     for (const Way& way : ways) flow.raise_capacity(way.edge, way.most);
     placed += flow.augment(source, sink);
@@ -257,11 +257,11 @@ class DetourSearch {
     return true;
   }
 
-  // The detours of one item, which they relieve: into NICs of its receivers, out of those of all other hosts
-  // that have the box.
+  // Appends the detours that relieve an item: into NICs of its receivers, out of NICs of all other hosts that
+  // have the box.
   void append(const std::map<int32_t, int64_t>& moved, PortItem* item, std::vector<PortItem>* out) const {
-    // Bytes are counted twice on purpose: into a NIC of the host (DetourIn) and out of one elsewhere
-    // (DetourOut). The item inside gets as many fewer; its sum stays what the receivers need.
+    // Bytes are counted twice on purpose: into a NIC of the host (DetourIn) and out of a NIC of another host
+    // (DetourOut). The item inside gets as many fewer; the sum is still what the receivers need.
     PortItem in;
     in.kind = PortItem::Kind::DetourIn;
     in.bundle = item->bundle;
@@ -287,21 +287,21 @@ class DetourSearch {
   std::vector<const PortItem*> sending_;
   std::vector<int32_t> nic_host_;  // by NIC
   std::vector<std::vector<int32_t>>
-      everywhere_;  // by bundle: ports out of all hosts that have the box, if known
+      everywhere_;  // by bundle: ports out of all hosts that have the box; empty until needed
 };
 
 }  // namespace
 
 bool find_detours(const PortDemand& plain, const Network& network, PortDemand* out) {
-  // Phase 1: leave it where flows would be too large, or where reductions share the ports.
+  // Phase 1: give up if flows would be too large, or if reductions share the ports.
   size_t entries = 0;
   for (const PortItem& item : plain.items) entries += item.ports.size();
   for (size_t b = 0; b < plain.parties.size(); ++b)
     if (plain.parties[b].receivers.empty())
-      return false;  // to be reduced: how its ports divide is not known yet
+      return false;  // to be reduced: its shares of ports are not known yet
   if (entries > kMostEntries) return false;
-  // Phase 2: the range of T. Below the bound nothing fits; at `level` everything fits without detours.
-  // Latency is in the bound once, and not in what ports carry.
+  // Phase 2: the range of T. Below the bound nothing fits; at `level` everything fits without detours. The
+  // bound includes the latency once, the load of ports does not.
   DetourSearch search(plain, network);
   int64_t low = plain.bound_ns - network.latency_ns();
   int64_t high = search.level();
@@ -320,8 +320,8 @@ bool find_detours(const PortDemand& plain, const Network& network, PortDemand* o
   if (best.empty()) return false;
   for (PortItem& item : best)
     if (item.kind == PortItem::Kind::DetourOut) search.fill_in(&item);
-  // Phase 4: balance what was found. The flow says that it fits, not how ports share it evenly. Inside and
-  // between hosts no port is the same, so each is balanced alone.
+  // Phase 4: balance the result. The flow shows that it fits, not how ports share it evenly. Items inside and
+  // between hosts share no port, so each set is balanced separately.
   std::vector<PortItem> inside, between;
   for (PortItem& item : best) (item.inside() ? inside : between).push_back(std::move(item));
   balance_ports(network, &inside);

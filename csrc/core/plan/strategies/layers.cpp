@@ -41,7 +41,7 @@ Load find_load(const Inputs& in, const Layer& layer) {
   return load;
 }
 
-// Takes the place of the sender of `send`: the receiver of the send with that index.
+// Makes the receiver of the send with index `from` the sender of `send`.
 void pass_on(const Network& network, const Layer& layer, size_t from, Send* send) {
   send->src = layer[from].dst;
   const Network::Link link = network.link(send->src, send->dst);
@@ -50,11 +50,11 @@ void pass_on(const Network& network, const Layer& layer, size_t from, Send* send
   send->after = static_cast<int32_t>(from);
 }
 
-// Where several ranks of a host get a bundle from elsewhere, the first passes it on to the others.
-// Returns whether there are any.
+// If several ranks of a host get a bundle from another host, the first passes it on to the others. Returns
+// whether there are any.
 bool copy_inside(const Network& network, Layer* layer) {
   bool out = false;
-  size_t first = 0;  // of the bundle and the host at hand
+  size_t first = 0;  // of the current bundle and host
   for (size_t i = 1; i < layer->size(); ++i) {
     Send& send = (*layer)[i];
     const Send& before = (*layer)[first];
@@ -68,8 +68,8 @@ bool copy_inside(const Network& network, Layer* layer) {
   return out;
 }
 
-// Cuts the turns into `parts` of equal length. Those that get a bundle in one part pass it on in the next, turn
-// by turn, in place of the first sender. So senders do not meet either.
+// Cuts the turns into `parts` of equal length. Receivers of a bundle in one part pass it on in the next, turn
+// by turn, instead of the first sender. So senders still do not meet.
 //
 // Example. One sender has a bundle for four hosts, and there are two parts: it sends to host 0 in turn 0 and to
 // host 1 in turn 1. In turn 2 host 0 sends to host 2, and in turn 3 host 1 to host 3.
@@ -83,7 +83,7 @@ void relay(const Network& network, int64_t parts, Layer* layer) {
       Send wanted = *send;
       wanted.turn -= length;
       const auto before = std::lower_bound(first, send, wanted, earlier);
-      // Hosts may differ in their ranks: then some have none that would pass it on.
+      // Hosts may differ in their ranks: then some have no rank that passes it on.
       if (before == send || earlier(wanted, *before)) continue;
       pass_on(network, *layer, static_cast<size_t>(before - layer->begin()), &*send);
     }
@@ -91,8 +91,8 @@ void relay(const Network& network, int64_t parts, Layer* layer) {
   }
 }
 
-// In turns, with copies inside hosts where these have that much time left and NICs less to do so, and with
-// relays where senders have more to do than receivers. Returns how long the busiest NIC takes.
+// Puts a layer in turns, with copies inside hosts if these have enough time left and NICs then have less to do,
+// and with relays if senders have more to do than receivers. Returns the time of the busiest NIC.
 int64_t arrange(const Inputs& in, int64_t* inside_left, Layer* layer) {
   set_turns(in.network, layer);
   std::stable_sort(layer->begin(), layer->end(), [](const Send& a, const Send& b) {
@@ -136,7 +136,7 @@ void send_all(const Layer& layer, const std::vector<Drafter::Range>& chunks, Dra
 }  // namespace
 
 Layers::Layers(const Inputs& in) {
-  // By the receivers of a bundle, the most first: copies inside hosts go on beside the layers that follow.
+  // By the number of receivers of a bundle, the most first: copies inside hosts overlap with the next layers.
   std::map<size_t, std::vector<Send>, std::greater<>> layers;
   for (const Send& send : choose_sends(in, nullptr))
     layers[in.lead(in.bundles[static_cast<size_t>(send.bundle)]).receivers.size()].push_back(send);

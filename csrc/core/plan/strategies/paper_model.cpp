@@ -6,11 +6,11 @@ namespace meshcast {
 namespace {
 
 constexpr int kGreedyRounds = 100;
-constexpr int64_t kGreedySteps = 20'000'000;  // work visits; beyond, fewer rounds are drawn
+constexpr int64_t kGreedySteps = 20'000'000;  // work visits; beyond this, fewer rounds are drawn
 constexpr size_t kGreedyWindow = 4096;        // works to draw from at a time, in natural order
 constexpr int64_t kSearchNodes = 200'000;
 
-// Fixed algorithm, so that seeds mean the same everywhere.
+// A fixed algorithm, so that a seed gives the same numbers on every platform.
 class SplitMix {
  public:
   explicit SplitMix(uint64_t seed) : state_(seed) {}
@@ -43,8 +43,8 @@ PaperOrder natural_order(const std::vector<PaperWork>& works, int32_t hosts, boo
   return out;
 }
 
-// The randomized greedy of the paper (Zhuang et al., arXiv 2211.05322): sets of works that share no host run
-// side by side, one set behind the other. Here a set only fixes the order of submission, since ours are
+// The randomized greedy of the paper (Zhuang et al., arXiv 2211.05322): sets of works that share no host run in
+// parallel, one set after the other. Here a set only fixes the order of submission, since our works are
 // pipelined.
 class Greedy {
  public:
@@ -60,15 +60,15 @@ class Greedy {
     std::vector<char> taken(works_.size(), 0);
     int32_t next = 0;
     int64_t steps = kGreedySteps;
-    // Phase 1 of a step: works to draw from, and how often that is affordable. Each step takes a quarter of
-    // the visits that are left at most, but one draw at least.
+    // Phase 1 of a step: works to draw from, and the affordable number of draws. Each step takes at most a
+    // quarter of the visits that are left, but at least one draw.
     while (true) {
       while (open.size() < kGreedyWindow && static_cast<size_t>(next) < works_.size()) open.push_back(next++);
       if (open.empty()) break;
       const int64_t affordable = steps / (4 * static_cast<int64_t>(open.size()) + 1);
       const int64_t rounds = std::clamp<int64_t>(affordable, 1, kGreedyRounds);
       steps -= std::min(steps, rounds * static_cast<int64_t>(open.size()));
-      // Phase 2: the best of several draws. More works side by side come first, then even loads of senders.
+      // Phase 2: the best of several draws. More parallel works come first, then even loads of senders.
       PaperOrder best;
       __int128 best_spread = 0;
       for (int64_t r = 0; r < rounds; ++r) {
@@ -80,8 +80,7 @@ class Greedy {
           best_spread = even;
         }
       }
-      // Phase 3: it is appended. At least one work is in it, since the first that is drawn meets no busy
-      // host.
+      // Phase 3: append it. It has at least one work, since the first one drawn finds no busy host.
       for (size_t i = 0; i < best.work.size(); ++i) {
         load_[static_cast<size_t>(best.sender[i])] += works_[static_cast<size_t>(best.work[i])].nbytes;
         out.work.push_back(best.work[i]);
@@ -160,9 +159,9 @@ class Greedy {
   int64_t round_ = 0;
 };
 
-// Branch and bound over orders. A host's clock plus what it still has to do is a lower bound on the end.
-// Every sender of every work is tried at every depth, so on large problems the budget of nodes ends it early;
-// greedy's result is what it then has at least.
+// Branch and bound over orders. A host's clock plus its remaining work is a lower bound of the end. Every
+// sender of every work is tried at every depth, so on large problems the budget of nodes ends it early; the
+// result is never worse than greedy's.
 class Search {
  public:
   Search(const std::vector<PaperWork>& works, int32_t hosts, PaperOrder start)
@@ -181,7 +180,7 @@ class Search {
   }
 
  private:
-  // Work that a host cannot avoid: what it receives, and what only it can send.
+  // Work that a host cannot avoid: works that it receives, and works that only it can send.
   void add_rest(const PaperWork& work, int sign) {
     for (const int32_t host : work.receivers) rest_[static_cast<size_t>(host)] += sign * work.nbytes;
     if (work.senders.size() == 1) rest_[static_cast<size_t>(work.senders.front())] += sign * work.nbytes;

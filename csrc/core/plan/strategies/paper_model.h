@@ -24,18 +24,18 @@ struct PaperOrder {
   std::vector<int32_t> sender;  // host, parallel to `work`
 };
 
-// One for each bundle that is not to be reduced.
+// One work for each bundle that is not to be reduced.
 std::vector<PaperWork> paper_works(const std::vector<Task>& tasks, const std::vector<Bundle>& bundles,
                                    const Network& network);
 
 // none: first holder, natural order. size: least loaded sender host, natural order. greedy: 100 rounds per
-// step, each draws a maximal set of works that share no host, senders with probability falling with their
-// load; the largest set is appended, the one with the most even loads among equals. search: depth-first over
-// (next work, sender), starting from greedy's result, pruned by remaining loads, bounded by a node budget.
+// step, each draws a maximal set of works that share no host, with senders of lower load more likely; the
+// largest set is appended, among equals the one with the most even loads. search: depth-first over (next work,
+// sender), starting from greedy's result, pruned by remaining loads, bounded by a node budget.
 PaperOrder solve_paper_order(const std::vector<PaperWork>& works, int32_t hosts, Balance balance,
                              uint64_t seed);
 
-// When the last work ends, in bytes over one NIC.
+// The end of the last work, in bytes over one NIC.
 int64_t paper_makespan(const std::vector<PaperWork>& works, int32_t hosts, const PaperOrder& order);
 
 }  // namespace meshcast

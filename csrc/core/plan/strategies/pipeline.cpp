@@ -10,8 +10,8 @@
 namespace meshcast {
 namespace {
 
-// Stop `at` of a tree gets the chunk from stop `from` (-1: from a holder) in step `lag`, counted from when the
-// chunk leaves its holder.
+// Stop `at` of a tree gets the chunk from stop `from` (-1: from a holder) in step `lag` after the chunk leaves
+// its holder.
 struct Leg {
   int32_t at = 0;
   int32_t from = -1;
@@ -25,7 +25,7 @@ struct Pipe {
   std::vector<Tree> trees;  // chunks take them in turn
 };
 
-// As many chains as there are hosts to begin them, of equal length.
+// Chains of equal length, one for each host that can begin one.
 Tree chains(int32_t n, int32_t sources) {
   const auto length = static_cast<int32_t>(ceil_div(n, sources));
   Tree out;
@@ -41,8 +41,8 @@ int32_t parent_in_order(int32_t number, int32_t n) {
   return parent <= n ? parent : number ^ bit;  // 0 above the root
 }
 
-// Two trees over the same stops: who passes chunks on to two others in one of them is a leaf in the other. With
-// chunks in both in turn every stop sends as much as it takes in, and the depth is the logarithm.
+// Two trees over the same stops: a stop with two children in one of them is a leaf in the other. If chunks take
+// both in turn, every stop sends as much as it receives, and the depth is logarithmic.
 std::vector<Tree> two_trees(int32_t n) {
   std::vector<std::vector<int32_t>> children(static_cast<size_t>(n) + 1);
   for (int32_t number = 1; number <= n; ++number)
@@ -61,7 +61,7 @@ std::vector<Tree> two_trees(int32_t n) {
   }
   for (Leg& leg : first)
     if (leg.from >= 0) leg.from = first[static_cast<size_t>(leg.from)].at;
-  // The other one: mirrored where n is even, shifted by one where it is odd.
+  // The other tree: mirrored if n is even, shifted by one if it is odd.
   Tree second = first;
   const auto moved = [n](int32_t at) { return n % 2 == 0 ? n - 1 - at : (at + 1) % n; };
   for (Leg& leg : second) {
@@ -89,7 +89,7 @@ std::vector<Pipe> find_pipes(const Inputs& in, PipelineStyle style) {
   return out;
 }
 
-// Steps that every port is busy with one chunk of each bundle.
+// Steps for which every port is busy with one chunk of each bundle.
 int64_t steps_of_a_round(const std::vector<Pipe>& pipes) {
   size_t legs = 0, most = 1;
   for (const Pipe& pipe : pipes) {
@@ -99,7 +99,7 @@ int64_t steps_of_a_round(const std::vector<Pipe>& pipes) {
   return static_cast<int64_t>(std::max<size_t>(1, legs / most));
 }
 
-// Of chunk number `turn` of the bundle. `arrived` is room for an edge of each stop.
+// The route of chunk number `turn` of the bundle. `arrived`: scratch space for one edge of each stop.
 Route find_route(const Pipe& pipe, size_t bundle, size_t turn, std::vector<int32_t>* arrived) {
   Route out;
   // Phase 1: hosts that hold the chunk.
@@ -109,8 +109,8 @@ Route find_route(const Pipe& pipe, size_t bundle, size_t turn, std::vector<int32
     go_round(pipe.parties.receivers[p].ranks, pick(here.ranks, turn), -1, &out);
   }
   if (pipe.stops.empty()) return out;
-  // Phase 2: the others. The rank that a chunk enters at passes it on to the next stops. It is another one for
-  // each chunk, since the last rank of a round passes nothing on.
+  // Phase 2: the others. The rank at which a chunk enters passes it on to the next stops. It differs from chunk
+  // to chunk, since the last rank of a round passes nothing on.
   const Tree& tree = pipe.trees[turn % pipe.trees.size()];
   size_t sources = turn;  // holders take turns, too
   arrived->assign(pipe.stops.size(), -1);
@@ -158,7 +158,7 @@ Draft draft_pipeline(const Inputs& in, PipelineStyle style) {
     if (hops > kMaxHops / 2) return {};
     int64_t before = 0;
     for (int32_t c = chunks.first; c < chunks.last; ++c) {
-      // In a steady stream the bundle is done at the bound.
+      // In a steady stream the bundle ends at the bound.
       const auto due = static_cast<int64_t>(static_cast<__int128>(before) * in.bound_ns / bundle.nbytes);
       drafter.send(c, find_route(pipes[b], b, static_cast<size_t>(c - chunks.first), &arrived), -1, due);
       before += drafter.chunk_bytes(c);

@@ -8,15 +8,15 @@
 
 namespace meshcast {
 
-// What a chunk enters over a NIC: ranks of one host, among which it goes round.
+// Ranks of one host, which a chunk enters over a NIC and then goes round.
 using Stop = std::vector<int32_t>;
 
 // The stops of a bundle, in an order in which neighbours are on different hosts. With `by_rank` every rank is a
-// stop of its own: ranks at one position in their hosts follow each other, each such row begins one host later,
-// so that in trees most others are on different hosts as well.
+// stop: ranks at one position in their hosts follow each other, and each such row begins one host later, so
+// that in trees most other neighbours are on different hosts, too.
 std::vector<Stop> find_stops(const Parties& parties, bool by_rank);
 
-// From `at`, which has the chunk, to all others of the ranks, in ring order. Edges are added to the route.
+// Adds edges to the route from `at`, which has the chunk, to all other ranks, in ring order.
 void go_round(const std::vector<int32_t>& ranks, int32_t at, int32_t parent, Route* route);
 
 inline int32_t pick(const std::vector<int32_t>& ranks, size_t turn) { return ranks[turn % ranks.size()]; }

@@ -17,7 +17,7 @@ PortCredits::PortCredits(const Network& network, int64_t fan)
 
 void PortCredits::accrue(const PortItem& item, int64_t bundle_bytes, int64_t nbytes) {
   for (size_t k = 0; k < item.ports.size(); ++k) {
-    // Rounded down, so a port may end a byte per chunk behind its share; all ports of an item alike.
+    // Rounded down, so a port may end a byte per chunk behind its share, as may all ports of an item.
     credit_[static_cast<size_t>(item.ports[k])] += part_of(item.share[k], nbytes, bundle_bytes);
   }
 }
@@ -38,8 +38,8 @@ const std::vector<int32_t>& PortCredits::pick(const PortItem& item, int64_t copi
     credit_[static_cast<size_t>(item.ports[k])] -= nbytes;
     if (between_hosts) ++copies_of_host(k);
   };
-  // A host whose other NICs send the chunk already comes later by a chunk for each time: its NICs then take
-  // turns with different chunks instead of all sending the same one, which would be a bush and not a chain.
+  // A host loses one chunk of credit for each copy that its other NICs send: its NICs then take turns with
+  // different chunks instead of all sending the same one, which would make a bush and not a chain.
   const auto rank_port = [&](size_t k) {
     const int64_t others = between_hosts ? copies_of_host(k) - count_[k] : 0;
     return credit_[static_cast<size_t>(item.ports[k])] - others * nbytes;
@@ -53,7 +53,7 @@ const std::vector<int32_t>& PortCredits::pick(const PortItem& item, int64_t copi
     for (size_t k = first + 1; k < static_cast<size_t>(item.emitters); ++k)
       if (!blocked(k) && of(item.ports[k]) > of(item.ports[first])) first = k;
   }
-  // In a star the first sends all copies inside its host; which one that is differs from chunk to chunk.
+  // In a star the first port sends all copies inside its host; the first differs from chunk to chunk.
   int64_t n = 0;
   for (const int64_t all = star_ && item.kind == PortItem::Kind::Local ? copies : 1; n < all; ++n) take(first);
   if (copies > n) {
@@ -68,13 +68,12 @@ const std::vector<int32_t>& PortCredits::pick(const PortItem& item, int64_t copi
     while (n < copies) {
       std::pop_heap(heap_.begin(), heap_.end());
       const auto k = static_cast<size_t>(-heap_.back().second);
-      // A key that is out of date goes back with its present one (keys only fall, so the top is right when it
-      // is fresh).
+      // An outdated entry is pushed back with its current key. Keys only fall, so a current top is the largest.
       const int64_t key = rank_port(k);
       if (key == heap_.back().first) {
         for (int64_t times = std::min(fan_, copies - n); times > 0; --times, ++n) take(k);
       }
-      heap_.back().first = rank_port(k);  // of a port that was not taken: what others of its host were since
+      heap_.back().first = rank_port(k);  // if not taken: other ports of its host have been taken
       std::push_heap(heap_.begin(), heap_.end());
     }
   }

@@ -4,13 +4,12 @@
 
 namespace meshcast {
 
-// Along the chain of a way, over its ports as far as one rank for each value allows: a rank behind the port out
-// of every host gives a value first, then one behind the port in, then the others. No stop where a host would
-// have nothing to add.
+// Reduces along the chain of a way, over its ports as far as one rank for each value allows: a rank of the port
+// out of every host gives a value first, then one of the port in, then the others. Returns no stop if a host
+// would have nothing to add.
 ReduceRouter::Stop ReduceRouter::reduce_along(const ReduceWay& way, ReduceOp op) {
-  // The way names hosts and ports, the chain needs one rank for every value: ranks are chosen here so that
-  // the ports of the way are used. Each value is taken once, from one rank of one host; values are numbered
-  // from 0.
+  // The way has hosts and ports, the chain needs one rank for every value: ranks are chosen here so that the
+  // ports of the way are used. Each value is taken once, from one rank of one host; values are numbered from 0.
   struct Host {
     std::vector<int32_t> ranks;
     int32_t enter = -1, leave = -1;
@@ -25,13 +24,13 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const ReduceWay& way, ReduceOp op)
     taken[static_cast<size_t>(value)] = 1;
     host->ranks.push_back(rank);
   };
-  const auto elsewhere = [&](int32_t value, int32_t but) {  // hosts of the chain that have it too
+  const auto elsewhere = [&](int32_t value, int32_t but) {  // other hosts of the chain with it
     int32_t out = 0;
     for (const ReduceWay::Visit& visit : way.chain)
       out += visit.host != but && hosts_.at(visit.host).count(value) != 0;
     return out;
   };
-  // A value that few others have comes first: the host would give it anyway.
+  // A value that few other hosts have comes first, since this host has to give it anyway.
   const auto take_behind = [&](size_t i, int32_t nic) {
     const int32_t here = way.chain[i].host;
     int32_t best = -1;
@@ -52,9 +51,9 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const ReduceWay& way, ReduceOp op)
     if (best >= 0) take(best, best_rank, &hosts[i]);
     return best_rank;
   };
-  // Phase 1: ranks behind the ports of the way. A rank may only be passed if it gives a value, so a port
-  // whose ranks have nothing left to give cannot be used, and the host is entered or left over another.
-  // Ports out first: a host that is left over another NIC than the way says shifts load between NICs.
+  // Phase 1: ranks of the ports of the way. The chain may pass a rank only if it gives a value, so a port whose
+  // ranks have nothing left to give cannot be used, and the host is entered or left over another. Ports out
+  // come first: leaving a host over another NIC than that of the way shifts load between NICs.
   for (size_t i = 0; i < hosts.size(); ++i)
     if (way.chain[i].out >= 0) hosts[i].leave = take_behind(i, way.chain[i].out / 2);
   for (size_t i = 0; i < hosts.size(); ++i) {
@@ -64,7 +63,7 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const ReduceWay& way, ReduceOp op)
     hosts[i].enter = take_behind(i, way.chain[i].in / 2);
   }
   // Phase 2: the values that are left, from ranks whose ports inside carry least.
-  for (int32_t pass = 0; pass < 2; ++pass) {  // what only one of them has; what is left
+  for (int32_t pass = 0; pass < 2; ++pass) {  // first values that only one host has, then the rest
     for (size_t i = 0; i < hosts.size(); ++i) {
       for (const auto& [value, ranks] : hosts_.at(way.chain[i].host)) {
         if (is_taken(value) || (pass == 0 && elsewhere(value, way.chain[i].host) > 0)) continue;
@@ -82,7 +81,7 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const ReduceWay& way, ReduceOp op)
   Stop at;
   for (size_t i = 0; i < hosts.size(); ++i) {
     Host& host = hosts[i];
-    // Each value is given to one host: where several have it, a host of the way may be left with none.
+    // Each value is assigned to one host: if several have it, a host of the way may get none.
     if (host.ranks.empty()) return {};
     std::sort(host.ranks.begin(), host.ranks.end());
     if (host.leave < 0) host.leave = cheapest(host.ranks, host.ranks.size() > 1 ? host.enter : -1, false);
@@ -102,15 +101,15 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const ReduceWay& way, ReduceOp op)
   return at;
 }
 
-// Routes the chunk as `way` says. False where ranks do not allow that.
+// Routes the chunk along `way`. Returns false if the ranks do not allow that.
 bool ReduceRouter::follow(const ReduceWay& way, ReduceOp op) {
   std::vector<Stop> having = having_;
   const auto has_it = [&](int32_t host) {
     return std::any_of(having_.begin(), having_.end(),
                        [&](const Stop& s) { return network_.host(s.rank) == host; });
   };
-  // A way of one host means that this host makes the result alone. Where it has done so (phase 2 of route()),
-  // only the spreading is left.
+  // In a way of one host, this host makes the result alone. If it has done so (phase 2 of route()), only the
+  // spreading is left.
   const bool makes_it = way.chain.size() == 1 && has_it(way.chain.back().host);
   if (!makes_it) {  // hosts that reduced for themselves have nothing left to give
     if (std::any_of(way.chain.begin(), way.chain.end(),
@@ -123,8 +122,8 @@ bool ReduceRouter::follow(const ReduceWay& way, ReduceOp op) {
     having.insert(having.end(), visited_.begin(), visited_.end());
   }
   // In the order of the way, which puts a host before those that it relays to. The sender is looked up by its
-  // NIC. Where no rank of that NIC has the result, since the chain ended behind another one, the way cannot
-  // be followed.
+  // NIC. If no rank of that NIC has the result, since the chain ended at another one, the way cannot be
+  // followed.
   for (const ReduceWay::Visit& result : way.results) {
     const auto sender = std::find_if(having.begin(), having.end(), [&](const Stop& s) {
       return network_.nic_out(network_.nic(s.rank)) == result.out;

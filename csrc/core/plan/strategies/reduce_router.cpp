@@ -9,11 +9,11 @@
 namespace meshcast {
 namespace {
 
-constexpr size_t kMostSizes = 64;              // of chunks whose times are kept
+constexpr size_t kMostSizes = 64;              // chunk sizes whose times are kept
 constexpr int64_t kUnits = 4096;               // of the busiest port
 constexpr int64_t kMostLoadUnits = 16 * 1024;  // eighth powers of these and sums of many fit into 128 bits
-constexpr size_t kMostRoots = 5;               // ends of the chain tried for each set of ranks, of either kind
-constexpr size_t kManyRanks = 128;             // taking part: there only kFewRoots are tried
+constexpr size_t kMostRoots = 5;               // ends of the chain, of either kind, tried for each set of ranks
+constexpr size_t kManyRanks = 128;             // with more participants, only kFewRoots are tried
 constexpr size_t kFewRoots = 1;
 
 }  // namespace
@@ -31,7 +31,7 @@ constexpr size_t kFewRoots = 1;
 //            0 -> 1 -> 2 (out of A, into B, out of B, into C) costs 3 * 300 + 100 = 1000, and is taken
 // So the ends of chains take turns, and the ports into A and B share the work.
 void ReduceRouter::measure(int64_t nbytes) {
-  // Chunks of one plan have few sizes: the times of a size are worked out once for all ports.
+  // Chunks of one plan have few sizes: the times of a size are computed once for all ports.
   if (hop_ns_of_.size() > kMostSizes) hop_ns_of_.clear();
   std::vector<int64_t>& out = hop_ns_of_[nbytes];
   hop_ns_ = &out;
@@ -58,13 +58,13 @@ __int128 ReduceRouter::cost_of(int32_t port) const {
 }
 
 void ReduceRouter::mind_the_busiest() {
-  // The busiest port has about 4,096 units now. Loads may grow fourfold before kMostLoadUnits cuts them.
+  // The busiest port has about 4,096 units now. Loads may grow fourfold before kMostLoadUnits clips them.
   unit_ns_ = std::max<int64_t>(1, busiest_ns() / kUnits);
   const auto busiest = std::max_element(load_.begin(), load_.end()) - load_.begin();
   inside_limits_ = busiest >= 2 * network_.nic_count();
 }
 
-// The rank that is entered, or left, over the NIC to which that adds least; not `but` where others are.
+// The rank with the lowest cost of entering, or leaving, over its NIC; not `but` if there are others.
 int32_t ReduceRouter::cheapest(const std::vector<int32_t>& ranks, int32_t but, bool entry) const {
   int32_t best = but;
   __int128 best_cost = 0;
@@ -86,8 +86,8 @@ void ReduceRouter::load(const Route& route, int64_t times) {
   }
 }
 
-// The hosts whose entering and leaving costs least among all that together have every value; none where there
-// are too many values to tell.
+// The hosts that together have every value at the lowest cost of entering and leaving; none if there are too
+// many values for ValueCover.
 std::vector<int32_t> ReduceRouter::cheapest_hosts(const std::map<int32_t, Values>& hosts) const {
   // Every host that gives values is entered once and left once, so the set of hosts is a weighted set cover
   // with these two as prices. Exact up to the budget of ValueCover.
@@ -113,12 +113,12 @@ std::vector<int32_t> ReduceRouter::cheapest_hosts(const std::map<int32_t, Values
   return out;
 }
 
-// One rank for each partial value, by greedy covering: hosts that add most values first (every further host is
-// a further hop between hosts), or those whose NICs are least loaded, so that replicas take turns, or those
-// whose load is least for each value that they add; or by the set of hosts that costs least altogether.
+// One rank for each partial value, by greedy covering: first the hosts that add most values (every further host
+// is a further hop between hosts), or those whose NICs are least loaded, so that replicas take turns, or those
+// with the least load for each added value; or the set of hosts with the lowest total cost.
 std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& hosts, Cover cover) const {
   const std::vector<int32_t> nobody;
-  // Phase 1: what has to be covered; with Cover::Cheapest also the order, since the set is known beforehand.
+  // Phase 1: the values to cover; with Cover::Cheapest also the order, since the set is known beforehand.
   std::set<int32_t> missing;
   for (const auto& [host, values] : hosts) {
     for (const auto& [value, ranks] : values) missing.insert(value);
@@ -126,7 +126,7 @@ std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& h
   std::vector<int32_t> order;
   if (cover == Cover::Cheapest) order = cheapest_hosts(hosts);
   std::vector<int32_t> out;
-  // Phase 2: one host after the other, each of which gives all that it has of what is still missing.
+  // Phase 2: one host after the other, each of which gives all missing values that it has.
   for (size_t turn = 0; !missing.empty(); ++turn) {
     int32_t best = turn < order.size() ? order[turn] : -1;
     std::tuple<__int128, __int128> best_key;
@@ -150,7 +150,7 @@ std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& h
           cover == Cover::FewHosts ? std::tuple<__int128, __int128>{-adds, cost}
           : cover == Cover::LittleLoad
               ? std::tuple<__int128, __int128>{cost, -adds}
-              : std::tuple<__int128, __int128>{cost / adds, -adds};  // as weighted set cover does
+              : std::tuple<__int128, __int128>{cost / adds, -adds};  // as in weighted set cover
       if (best < 0 || key < best_key) {
         best = host;
         best_key = key;
@@ -158,7 +158,7 @@ std::vector<int32_t> ReduceRouter::pick_ranks(const std::map<int32_t, Values>& h
     }
     for (const auto& [value, ranks] : hosts.at(best)) {
       if (missing.erase(value) == 0) continue;
-      // Where hops are to be few, a rank that needs the result comes first: it can keep it.
+      // For few hops, a rank that needs the result comes first, since it can keep it.
       const auto& need = receivers_.count(best) == 0 ? nobody : receivers_.at(best);
       const auto needs = [&](int32_t r) { return std::binary_search(need.begin(), need.end(), r); };
       const auto cost = [&](int32_t r) {
@@ -193,14 +193,15 @@ void ReduceRouter::reduce_best(const std::map<int32_t, Values>& hosts, const std
     undo(begin);
     cost_ = cost;
   };
-  // Every attempt is drawn in full, measured and taken back: costs depend on the hops before, so they are not
-  // known without drawing. Equal choices of replicas are tried once.
+  // Every attempt is routed in full, measured and undone, since costs depend on the hops before. Equal choices
+  // of replicas are tried once.
   std::vector<std::vector<int32_t>> tried;
   for (const Cover cover : {Cover::FewHosts, Cover::LittleLoad, Cover::BestOfBoth, Cover::Cheapest}) {
     const std::vector<int32_t> values = pick_ranks(hosts, cover);
     if (std::find(tried.begin(), tried.end(), values) != tried.end()) continue;
     tried.push_back(values);
-    // Ends on hosts that need the result save a hop, ends elsewhere spare NICs: some of both, others each time.
+    // Ends on hosts that need the result save a hop, ends on other hosts spare NICs: some of both, different
+    // ones each time.
     std::vector<int32_t> ends[2];
     for (const int32_t r : values) ends[receivers_.count(network_.host(r)) == 0].push_back(r);
     const size_t most = values.size() + others.size() > kManyRanks ? kFewRoots : kMostRoots;
@@ -218,16 +219,16 @@ void ReduceRouter::reduce_best(const std::map<int32_t, Values>& hosts, const std
   serve(best_values, best_root, best_rounds, others, op);
 }
 
-// To the hosts that cannot make the result alone, by rules. Hosts that reduced for themselves may send it on,
-// or the others bring it together once more.
+// Brings the result to the hosts that cannot make it alone, by rules. Hosts that reduced for themselves may
+// send it on, or the others reduce it again.
 void ReduceRouter::spread_or_reduce(const std::vector<int32_t>& others, ReduceOp op) {
   if (having_.empty()) {
     reduce_best(hosts_, others, op);
     return;
   }
-  // Two ways: a host that made the result sends it on (a hop for each of the others), or the others reduce
-  // once more among themselves (needs all values outside of those hosts, but spares their NICs). The cheaper
-  // one stays.
+  // Two options: a host that made the result sends it on (a hop for each of the others), or the others reduce
+  // again among themselves (needs all values outside of those hosts, but spares their NICs). The cheaper one is
+  // kept.
   std::map<int32_t, Values> elsewhere = hosts_;  // their values are not used up
   for (const Stop& stop : having_) elsewhere.erase(network_.host(stop.rank));
   std::set<int32_t> values;
@@ -248,8 +249,8 @@ void ReduceRouter::spread_or_reduce(const std::vector<int32_t>& others, ReduceOp
   spread_outside(having_, others);
 }
 
-// Costs are compared within one call only, and the loads of all chunks before are in them. Invariant: load_
-// is the sum over all routes returned so far, plus route_ while it is being drawn.
+// Costs are compared within one call only, and include the loads of all chunks before. Invariant: load_ is the
+// sum over all routes returned so far, plus route_ while it is built.
 const Route& ReduceRouter::route(const Task& task, int64_t nbytes, const Ways& ways, int32_t only) {
   // Phase 1: the ranks of the chunk by host, those that have values and those that need the result.
   measure(nbytes);
@@ -268,8 +269,8 @@ const Route& ReduceRouter::route(const Task& task, int64_t nbytes, const Ways& w
     values.insert(task.contribution[i]);
   }
   values_ = values.size();
-  // Phase 2: hosts that have every value and need the result reduce inside. They are independent of the
-  // others, but the first may serve these as well, so it waits for phase 3.
+  // Phase 2: hosts that have every value and need the result reduce inside. They are independent of the others,
+  // but the first may also serve these, so it waits for phase 3.
   having_.clear();
   std::vector<int32_t> others;
   std::vector<int32_t> makers;  // hosts that need the result and make it alone
@@ -287,22 +288,22 @@ const Route& ReduceRouter::route(const Task& task, int64_t nbytes, const Ways& w
   const __int128 before = cost_;
   Route best;
   __int128 best_cost = -1;
-  // Phase 3: the other hosts. Candidates are drawn one by one behind what stands, and the cheapest is kept.
+  // Phase 3: the other hosts. Candidates are built one by one after the existing edges, and the cheapest is
+  // kept.
   const auto keep = [&] {
     if (best_cost >= 0 && cost_ >= best_cost) return;
     best_cost = cost_;
     best.assign(route_.begin() + static_cast<int64_t>(begin), route_.end());
   };
   // Candidate: the first host that makes the result sends it to all others itself.
-  if (!makers.empty()) {  // the first of them where that suits the others, or where it suits itself
+  if (!makers.empty()) {  // its result at the best rank for the others, or for itself
     reduce_best({*hosts_.find(makers.front())}, others, task.reduce);
     keep();
     undo(begin);
     cost_ = before;
     make(makers.front());
   }
-  // Candidates: the ways of the linear program. Ways with no part in its mixture are left out unless asked
-  // for.
+  // Candidates: the ways of the linear program. Ways with no part in its mixture are skipped unless requested.
   const size_t made = route_.size();
   const __int128 made_cost = cost_;
   bool followed = false;
@@ -315,7 +316,7 @@ const Route& ReduceRouter::route(const Task& task, int64_t nbytes, const Ways& w
     undo(made);
     cost_ = made_cost;
   }
-  // Candidate: the rules of thumb; also the way out where ranks do not allow the way that was asked for.
+  // Candidate: the rules of thumb; also used if the ranks do not allow the requested way.
   if (only < 0 || !followed) {
     spread_or_reduce(others, task.reduce);
     keep();
@@ -331,7 +332,7 @@ const Route& ReduceRouter::route(const Task& task, int64_t nbytes, const Ways& w
 bool ReduceRouter::improve(const Task& task, int64_t nbytes, const Ways& ways, Route* route) {
   measure(nbytes);
   load(*route, -1);
-  // What the old one costs: its edges, put back one by one.
+  // The cost of the old route: its edges, put back one by one.
   __int128 old_cost = 0;
   for (const Edge& edge : *route) {
     const Network::Link link = network_.link(edge.src, edge.dst);
@@ -341,7 +342,7 @@ bool ReduceRouter::improve(const Task& task, int64_t nbytes, const Ways& ways, R
     }
   }
   load(*route, -1);
-  // Only a cheaper route is taken: two routes of one cost never replace each other in turns.
+  // Only a cheaper route is taken: two routes of the same cost never replace each other in turns.
   this->route(task, nbytes, ways);
   if (cost_ < old_cost) {
     *route = route_;

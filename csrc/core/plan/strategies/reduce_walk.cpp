@@ -3,12 +3,11 @@
 
 #include "plan/strategies/reduce_router.h"
 
-// How a route is drawn once it is decided who takes part: chains that reduce, trees that spread.
+// Builds a route once its participants are chosen: chains that reduce, trees that spread.
 namespace meshcast {
 
-// Every edge that is drawn counts at once: in cost_ what it adds to the weight, in load_ the time on both its
-// ports. So later edges of the same route see the earlier ones, and a route that crosses one NIC twice pays
-// for it.
+// Every edge counts at once: its increase of the weight in cost_, the time on both its ports in load_. So later
+// edges of the same route include the earlier ones, and a route that crosses one NIC twice pays for it.
 ReduceRouter::Stop ReduceRouter::go(Stop from, int32_t to, ReduceOp reduce) {
   route_.push_back({from.rank, to, from.edge, reduce, false});
   const Network::Link link = network_.link(from.rank, to);
@@ -19,8 +18,7 @@ ReduceRouter::Stop ReduceRouter::go(Stop from, int32_t to, ReduceOp reduce) {
   return {to, static_cast<int32_t>(route_.size()) - 1};
 }
 
-// Takes back the edges of the route from the given number on.
-// Loads only: whoever tries routes has noted cost_ before and puts it back.
+// Undoes the edges of the route from the given number on. Loads only: the caller saves cost_ and restores it.
 void ReduceRouter::undo(size_t edges) {
   while (route_.size() > edges) {
     const Network::Link link = network_.link(route_.back().src, route_.back().dst);
@@ -32,8 +30,8 @@ void ReduceRouter::undo(size_t edges) {
 }
 
 // A chain through the given ranks that ends at `root`. It begins on the host that is most costly to enter; the
-// others follow each other in ring order up to the root's. Each host is entered and left over its least
-// loaded NICs. In several rounds, each through a part of every host's ranks, NICs do more and local ports less.
+// others follow each other in ring order up to the root's. Each host is entered and left over its least loaded
+// NICs. With several rounds, each through a part of every host's ranks, NICs carry more and local ports less.
 //
 // Worked example. Values lie on host 0 (ranks 0 and 1), host 1 (ranks 2 and 3) and host 2 (rank 4, the root);
 // each host has one NIC, and all loads are equal.
@@ -41,8 +39,8 @@ void ReduceRouter::undo(size_t edges) {
 //   host 0   left over rank 0, so rank 1 begins: 1 -> 0
 //   host 1   entered at rank 2, left over rank 3: 0 -> 2 -> 3
 //   host 2   3 -> 4
-// Five values take the four hops 1 -> 0 -> 2 -> 3 -> 4, two of them between hosts. The last one is marked:
-// what arrives there is the result.
+// Five values take the four hops 1 -> 0 -> 2 -> 3 -> 4, two of them between hosts. The last one is marked: the
+// result arrives there.
 ReduceRouter::Stop ReduceRouter::reduce_along(const std::vector<int32_t>& values, int32_t root, size_t rounds,
                                               ReduceOp op) {
   // Phase 1: the order of the hosts. The first one is not entered at all, which saves most where entering
@@ -66,8 +64,8 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const std::vector<int32_t>& values
   for (auto& [position, host] : ring) position = host == first ? -1 : position;
   ring.emplace_back(INT32_MAX, home);
   std::sort(ring.begin(), ring.end());
-  // Phase 2: the visits. In round k of K a host gives the k-th part of its ranks; a host that has nothing in
-  // a round is left out, and the root's part comes last of all.
+  // Phase 2: the visits. In round k of K a host gives the k-th part of its ranks; a host that has nothing in a
+  // round is skipped, and the root's part comes last of all.
   std::vector<std::vector<int32_t>> visits;  // ranks, the same host
   for (size_t round = 0; round < rounds; ++round) {
     for (const auto& [position, host] : ring) {
@@ -91,12 +89,12 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const std::vector<int32_t>& values
   Stop at;
   for (size_t v = 0; v < visits.size(); ++v) {
     const std::vector<int32_t>& ranks = visits[v];
-    // The rank that is cheap to enter at is kept for that: the best exit among the others.
+    // The cheapest rank to enter at is reserved for that; the exit is the cheapest of the others.
     const int32_t last =
         v + 1 == visits.size()
             ? root
             : cheapest(ranks, ranks.size() > 1 && v > 0 ? cheapest(ranks, -1, true) : -1, false);
-    // On a host alone, ranks follow each other from behind the root: the ring of an all-reduce.
+    // On a single host, ranks follow each other after the root: the ring of an all-reduce.
     const int32_t enter = visits.size() == 1 ? -1 : cheapest(ranks, last, true);
     std::vector<int32_t> order;
     if (enter >= 0) order.push_back(enter);
@@ -105,7 +103,7 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const std::vector<int32_t>& values
       const int32_t r = ranks[(behind + i) % ranks.size()];
       if (r != enter && r != last) order.push_back(r);
     }
-    // The first takes in nothing: the one that takes in most otherwise.
+    // The first rank receives nothing: use the one that receives most otherwise.
     if (enter < 0 && !order.empty()) {
       std::rotate(order.begin(),
                   std::max_element(order.begin(), order.end(),
@@ -117,15 +115,15 @@ ReduceRouter::Stop ReduceRouter::reduce_along(const std::vector<int32_t>& values
     if (last != enter) order.push_back(last);
     for (const int32_t r : order) at = at.rank < 0 ? Stop{r, -1} : go(at, r, op);
   }
-  // A chain of one rank has no edge: then that rank alone has every value, and its own is the result.
+  // A chain of one rank has no edge: that rank alone has every value, and its own is the result.
   if (at.edge >= 0) route_[static_cast<size_t>(at.edge)].last_reduce = true;
   return at;
 }
 
-// Through the receivers of the host of `first`, from there on: as a chain, or, where local ports limit, each
-// from the one that has least to send by then.
+// Spreads the result to the receivers of the host of `first`, from there on: as a chain, or, if local ports
+// limit the plan, each from the rank that has least to send so far.
 ReduceRouter::Stop ReduceRouter::spread_inside(Stop from, int32_t first) {
-  // Phase 1: the receivers in ring order behind `first`, without the one that has the result already.
+  // Phase 1: the receivers in ring order after `first`, without the one that already has the result.
   const auto it = receivers_.find(network_.host(first));
   if (it == receivers_.end()) return from;
   const std::vector<int32_t>& ranks = it->second;
@@ -141,13 +139,12 @@ ReduceRouter::Stop ReduceRouter::spread_inside(Stop from, int32_t first) {
       return first_cost != second_cost ? first_cost < second_cost : a < b;
     });
   }
-  // Phase 2: the end of the chain, whose port out stays unused.
-  // The last passes nothing on: the one that sends most otherwise.
+  // Phase 2: the end of the chain, whose port out stays unused: the rank that sends most otherwise.
   const auto most = std::max_element(order.begin(), order.end(), [&](int32_t a, int32_t b) {
     return cost_of(network_.local_out(a)) < cost_of(network_.local_out(b));
   });
   std::rotate(most, most + 1, order.end());
-  // Phase 3: draw it. As a chain each sender sends once. As a tree the port out with the cheapest next hop
+  // Phase 3: the edges. In a chain each sender sends once. In a tree the port out with the cheapest next hop
   // sends, so ranks whose ports inside are busy get no children.
   std::vector<Stop> senders{from};
   for (const int32_t next : order) {
@@ -161,10 +158,10 @@ ReduceRouter::Stop ReduceRouter::spread_inside(Stop from, int32_t first) {
   return from;
 }
 
-// A tree through hosts: each is served over the least loaded NIC of all ranks that have the result by then,
-// those that can best pass it on come first.
+// A tree through hosts: each is served over the least loaded NIC of all ranks that have the result by then;
+// hosts that can best pass it on come first.
 void ReduceRouter::spread_outside(std::vector<Stop> having, const std::vector<int32_t>& hosts) {
-  // Phase 1: a heap of NICs that can send, keyed by what the next hop out of them costs.
+  // Phase 1: a heap of NICs that can send, keyed by the cost of the next hop out of them.
   std::vector<int32_t> used;
   std::vector<std::pair<__int128, int32_t>> heap;  // (-cost, -number of the stop)
   std::vector<Stop> senders;
@@ -188,8 +185,8 @@ void ReduceRouter::spread_outside(std::vector<Stop> having, const std::vector<in
                          host > home ? host - home : host - home + network_.host_count(), host);
   }
   std::sort(waiting.begin(), waiting.end());
-  // Phase 3: each from the cheapest NIC. Costs only grow, so an entry of the heap that is still right when it
-  // comes up is the cheapest of all.
+  // Phase 3: each from the cheapest NIC. Costs only grow, so a top of the heap that is still current is the
+  // cheapest of all.
   for (const auto& [cost, ring, host] : waiting) {
     while (true) {  // costs only grow: a stale entry sinks to its place
       std::pop_heap(heap.begin(), heap.end());
@@ -211,7 +208,7 @@ void ReduceRouter::spread_outside(std::vector<Stop> having, const std::vector<in
     const std::vector<Stop> reached = visited_;
     open(reached);
   }
-  // The marks go back to what the next chunk expects, at a cost of the NICs used and not of all.
+  // Resets only the marks of the used NICs for the next chunk.
   for (const int32_t nic : used) nic_edge_[static_cast<size_t>(nic)] = kUnseen;
 }
 

@@ -8,10 +8,10 @@
 namespace meshcast {
 namespace {
 
-constexpr int kMostPasses = 12;          // over all chunks, choosing again
+constexpr int kMostPasses = 12;          // over all chunks, to choose again
 constexpr int64_t kMostEdges = 120'000;  // of routes chosen again, all passes together
-constexpr int64_t kClose = 256;          // a busiest port this near to the bound is as good as can be: 1/256
-constexpr int64_t kGain = 256;           // what a pass must save to be worth another: 1/256
+constexpr int64_t kClose = 256;          // a busiest port within 1/256 of the bound is good enough
+constexpr int64_t kGain = 256;           // the part that a pass must save for another to follow: 1/256
 
 struct ReducedChunk {
   const Task* task = nullptr;
@@ -21,7 +21,7 @@ struct ReducedChunk {
   int32_t way = -1;
 };
 
-// Chunks take the ways of their box in turn: each the one that is most behind its part.
+// Chunks take the ways of their box in turn: each takes the one that is furthest behind its part.
 class WayTurns {
  public:
   explicit WayTurns(const std::vector<WayPart>& ways) : ways_(ways), given_(ways.size(), 0) {
@@ -49,10 +49,10 @@ class WayTurns {
   int64_t all_ = 0, sent_ = 0;
 };
 
-// Chosen in turn, a chunk of every bundle first, then again while the busiest port gains by it. With
-// `mixed`, the first choice follows the mixture of ways that would be best for boxes as a whole.
-// Phase 1 routes every chunk beside those before it. Phase 2 takes each out and routes it again beside all
-// others, as the first ones were chosen when the ports were still empty.
+// Routes chunks in turn, one of every bundle first, then again while that helps the busiest port. With `mixed`,
+// the first choice follows the mixture of ways that would be best for boxes as a whole. Phase 1 routes every
+// chunk on top of those before it. Phase 2 removes each and routes it again on top of all others, since the
+// first ones were chosen when the ports were still empty.
 RoutedChunks choose_routes(const std::vector<ReducedChunk>& chunks, const std::vector<size_t>& order,
                            bool mixed, int64_t bound_ns, const Network& network) {
   ReduceRouter router(network);
@@ -82,8 +82,7 @@ RoutedChunks choose_routes(const std::vector<ReducedChunk>& chunks, const std::v
   return out;
 }
 
-// The routes whose busiest port is done first, or the others: which of them can be scheduled better, only
-// trying tells.
+// The routes whose busiest port is done first, or the others: only a schedule shows which are better.
 const RoutedChunks& find_routes(const std::vector<ReducedChunk>& chunks, bool second, const Inputs& in) {
   std::vector<size_t> order(chunks.size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
@@ -99,7 +98,7 @@ const RoutedChunks& find_routes(const std::vector<ReducedChunk>& chunks, bool se
       std::any_of(chunks.begin(), chunks.end(), [](const ReducedChunk& chunk) { return chunk.way >= 0; });
   if (!any_ways) return by_rules;
   const bool close = by_rules.busiest_ns <= in.bound_ns + in.bound_ns / kClose;
-  // Ways of the linear program are right for boxes as a whole; chunk by chunk the rules may do as well, and
+  // Ways of the linear program are best for boxes as a whole; for single chunks the rules may be as good, and
   // they cost less time.
   const bool mixed = !close && find(true).busiest_ns < by_rules.busiest_ns;
   return find(mixed != second);

@@ -12,7 +12,7 @@ namespace meshcast {
 struct Inputs;
 
 // Routes of all chunks to be reduced. They are the same for all strategies, so they are chosen once for every
-// chunk size, starting from rules or from the mixture of ways (see find_reduce_mix).
+// chunk size, starting from rules or from the mixture of ways (find_reduce_mix).
 struct RoutedChunks {
   std::vector<Route> routes;
   int64_t busiest_ns = 0;  // port
@@ -20,8 +20,8 @@ struct RoutedChunks {
 using ReductionRoutes = std::map<std::pair<int64_t, bool>, RoutedChunks>;
 
 // Adds the chunks and hops of every bundle that is to be reduced; the strategies route the others. With
-// `bound_ns` >= 0 each hop gets the time at which its chunk is due in a stream that takes as long. `second`
-// takes the routes that seem second best.
+// `bound_ns` >= 0 each hop gets the due time of its chunk in a stream that takes so long. `second`: takes the
+// routes that seem second best.
 void draft_reductions(const Inputs& in, int64_t bound_ns, bool second, Drafter* drafter);
 
 }  // namespace meshcast

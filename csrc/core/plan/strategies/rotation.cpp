@@ -10,17 +10,17 @@
 namespace meshcast {
 namespace {
 
-// Lets some receivers of a host get a bundle from another one there: as many as the ports inside can serve
-// while NICs bring the rest. These are the last receivers of a turn, as many for each sender, so that the other
-// sends of the turn still do not meet.
+// Lets some receivers of a host get a bundle from another receiver there: as many as the ports inside can serve
+// while NICs bring the rest. These are the last receivers of a turn, the same number for each sender, so that
+// the other sends of the turn still do not meet.
 //
-// Example. In a turn, senders 0 to 3 send to host 0 with 4 NICs, sender j to rank (j + t) mod 4 in step t.
-// Where one of four is copied inside, step 3 falls away: rank j, which has the chunk first, passes it on to j
-// - 1.
+// Example. In a turn, senders 0 to 3 send to host 0 with 4 NICs, sender j to rank (j + t) mod 4 in step t. If
+// one of four is copied inside, step 3 is dropped: rank j, which has the chunk first, passes it on to the rank
+// j - 1.
 class CopiesInside {
  public:
   explicit CopiesInside(const Inputs& in) : network_(in.network) {
-    // The NIC of a rank is shared by those that use it and take something in.
+    // The receivers that share each NIC.
     sharing_.assign(static_cast<size_t>(network_.nic_count()), 0);
     std::vector<char> seen(static_cast<size_t>(network_.rank_count()), 0);
     for (const Bundle& bundle : in.bundles) {
@@ -33,7 +33,7 @@ class CopiesInside {
     }
   }
 
-  // `sends`: of one bundle to one other host. Leaves those over NICs.
+  // `sends`: of one bundle to one other host. Keeps those over NICs.
   void share_out(std::vector<Send>* sends) const {
     const auto count = static_cast<int64_t>(sends->size());
     const Send& first = sends->front();
@@ -51,7 +51,7 @@ class CopiesInside {
   }
 
  private:
-  static constexpr double kUsed = 31.0 / 32;  // of the time of ports inside: their first copies come late
+  static constexpr double kUsed = 31.0 / 32;  // of the time of ports inside, whose first copies come late
 
   const Network& network_;
   std::vector<int32_t> sharing_;  // by NIC

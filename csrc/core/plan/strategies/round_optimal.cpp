@@ -5,10 +5,11 @@
 namespace meshcast {
 namespace {
 
-// Finds what one party takes in, by going through the parties before it from the nearest to the farthest. Each
-// has its base block (below) first, so it can have passed that on. `target` is the party plus p, so that the
-// parties before it are numbers between 0 and target. Numbers are visited as sums of falling skips, the larger
-// ones first, and whole branches that are too near for the next round are left out: it takes O(log p) steps.
+// Finds the blocks that one party receives, by visiting the parties before it from the nearest to the farthest.
+// Each has its base block (below) first, so it can have passed that on. `target` is the party plus p, so that
+// the parties before it are numbers between 0 and target. Numbers are visited as sums of falling skips, the
+// larger ones first, and whole branches that are too near for the next round are skipped: it takes O(log p)
+// steps.
 class BlockSearch {
  public:
   BlockSearch(const std::vector<int32_t>& skip, int32_t depth, int32_t target, int32_t own, int32_t* found)
@@ -29,7 +30,7 @@ class BlockSearch {
   void visit(int32_t base, int32_t top, int32_t limit) {
     for (int32_t block = top; block >= 0 && round_ < depth_; --block) {
       if (used_[static_cast<size_t>(block)]) continue;
-      // `base` has to serve now where it is too near for the round after.
+      // `base` has to be used now if it is too near for the next round.
       if (base > target_ - skip(round_ + 1)) return;
       const int32_t number = base + skip(block);
       if (number >= limit || number > target_ - skip(round_)) continue;
@@ -60,8 +61,8 @@ RoundOptimal::RoundOptimal(int32_t parties) : parties_(parties) {
   for (int32_t party = 0; party < parties; ++party) find_blocks(party);
 }
 
-// The first block that a party has. Party 0 sends block k in round k to party skip[k]; from there it goes on in
-// the rounds after. So the block is the least skip of the sum of falling skips that leads to the party.
+// The first block of a party. Party 0 sends block k in round k to party skip[k], which forwards it in the next
+// rounds. So the block is the least skip of the sum of falling skips that leads to the party.
 int32_t RoundOptimal::base_block(int32_t party) const {
   int32_t at = 0;
   for (int32_t k = depth_ - 1; k >= 0; --k) {
@@ -76,15 +77,15 @@ void RoundOptimal::find_blocks(int32_t party) {
   const int32_t own = base_block(party);
   int32_t* found = &blocks_[static_cast<size_t>(party) * static_cast<size_t>(depth_)];
   BlockSearch(skip_, depth_, parties_ + party, own, found).run();
-  // Party 0 stands for a block of its own: what is taken in from it is the base block. All others are those of
-  // the repetition before.
+  // Party 0 counts as a separate block: the block received from it is the base block. All others are those of
+  // the previous repetition.
   for (int32_t k = 0; k < depth_; ++k) found[k] = found[k] == depth_ && party > 0 ? own : found[k] - depth_;
 }
 
 std::vector<RoundOptimal::Send> RoundOptimal::sends(int32_t blocks) const {
   std::vector<Send> out;
   out.reserve(static_cast<size_t>(blocks) * static_cast<size_t>(parties_ - 1));
-  // The last repetition ends with the last round, so the first one may begin in its midst.
+  // The last repetition ends with the last round, so the first one may be incomplete.
   const int32_t rounds = blocks - 1 + depth_;
   const int32_t shift = (depth_ - rounds % depth_) % depth_;
   std::vector<bool> last(static_cast<size_t>(parties_), false);  // whether the party has the last block
@@ -95,7 +96,7 @@ std::vector<RoundOptimal::Send> RoundOptimal::sends(int32_t blocks) const {
       int32_t block =
           past + blocks_[static_cast<size_t>(to) * static_cast<size_t>(depth_) + static_cast<size_t>(k)];
       if (block < 0) continue;
-      // Blocks after the last one stand for the last one.
+      // Blocks after the last one count as the last one.
       if (block >= blocks - 1) {
         block = blocks - 1;
         if (last[static_cast<size_t>(to)]) continue;

@@ -14,7 +14,7 @@ namespace meshcast {
 namespace {
 
 constexpr int64_t kMostChunks = 4096;  // of a bundle
-constexpr int64_t kEnough = 200;       // the time of fewer chunks may be longer by one part in so many
+constexpr int64_t kEnough = 200;       // fewer chunks may take longer by 1/200
 constexpr int32_t kMostLanes = 8;
 
 struct Broadcast {
@@ -41,12 +41,12 @@ int64_t count_broadcasts(const std::vector<Broadcast>& all) {
 
 // Nanoseconds of one chunk, at the slowest ports.
 struct Pace {
-  int64_t slot = 0;    // of a hop between stops, after which its ports take the next one
+  int64_t slot = 0;    // of a hop between stops, then its ports take the next one
   int64_t step = 0;    // of a hop inside a stop
   int64_t stride = 0;  // from one hop of a chunk inside a stop to its next
 };
 
-// `abreast`: broadcasts that take turns at a port, so that the latency of one is covered by the others.
+// `abreast`: broadcasts that take turns at a port, so that the others hide the latency of one.
 Pace find_pace(const Broadcast& one, int64_t nbytes, int64_t abreast, const Network& network) {
   Pace out;
   const int32_t holder = one.parties.holders.front().ranks.front();
@@ -57,24 +57,25 @@ Pace find_pace(const Broadcast& one, int64_t nbytes, int64_t abreast, const Netw
     const Network::Link inside = network.link(stop[0], stop[1]);
     out.step = std::max(out.step, transfer_ns(nbytes, network.port_rate(inside.in)));
   }
-  // A chunk goes on once it is there: the others are to cover the latency until then.
+  // A chunk is forwarded once it has arrived: the other broadcasts hide the latency until then.
   out.slot = std::max(out.slot, ceil_div(out.slot + network.latency_ns(), abreast));
   out.step = std::max(out.step, ceil_div(out.step + network.latency_ns(), abreast));
   out.stride = out.step * abreast;
   return out;
 }
 
-// A chunk comes to a stop.
+// The arrival of a chunk at a stop.
 struct Arrival {
   int32_t at = 0;     // stop
   int32_t from = -1;  // stop that sends it; -1: a holder
   int32_t turn = 0;   // chunks that came to the stop before
   int64_t sent_ns = 0;
-  int64_t inside_ns = 0;  // when it begins to go round in the stop
+  int64_t inside_ns = 0;  // the start of its round inside the stop
 };
 using Course = std::vector<Arrival>;  // of one chunk, parents first
 
-// Of every chunk. `place` of `abreast`: which of the broadcasts that take turns is the first of this bundle.
+// The course of every chunk. `place` of `abreast`: the first of this bundle's broadcasts among those that take
+// turns.
 std::vector<Course> find_courses(const std::vector<Stop>& stops, int32_t chunks, int32_t lanes, int64_t place,
                                  int64_t abreast, const Pace& pace) {
   std::vector<Course> out(static_cast<size_t>(chunks));
@@ -120,8 +121,8 @@ std::vector<Course> find_courses(const std::vector<Stop>& stops, int32_t chunks,
   return out;
 }
 
-// Of chunk number `turn` of the bundle. `arrived` is room for an edge of each stop; `starts` gets the time of
-// each edge.
+// The route of chunk number `turn` of the bundle. `arrived`: scratch space for one edge of each stop; `starts`
+// gets the time of each edge.
 Route find_way(const Broadcast& one, const Course& course, size_t bundle, size_t turn, const Pace& pace,
                std::vector<int32_t>* arrived, std::vector<int64_t>* starts) {
   Route out;
@@ -156,7 +157,7 @@ Route find_way(const Broadcast& one, const Course& course, size_t bundle, size_t
   return out;
 }
 
-// The hops in the order of their times, which ports are to keep.
+// Sorts the hops by time, the order that ports are to keep.
 void put_in_time_order(const std::vector<int64_t>& starts, std::vector<Hop>* hops) {
   if (std::is_sorted(starts.begin(), starts.end())) return;
   const std::vector<int32_t> order = stable_order(starts);
@@ -166,7 +167,7 @@ void put_in_time_order(const std::vector<int64_t>& starts, std::vector<Hop>* hop
   for (size_t i = 0; i < order.size(); ++i) {
     place[static_cast<size_t>(order[i])] = static_cast<int32_t>(i);
     out.push_back((*hops)[static_cast<size_t>(order[i])]);
-    // What brings a chunk is earlier, so it has its place already.
+    // The hop that brings a chunk is earlier, so its place is known.
     if (out.back().after >= 0) out.back().after = place[static_cast<size_t>(out.back().after)];
   }
   *hops = std::move(out);
@@ -179,7 +180,7 @@ RoundsCost rounds_cost(const Inputs& in, bool by_rank, int64_t given) {
   const int64_t several = count_broadcasts(all);
   RoundsCost out;
   int64_t hops = 0;     // of one chunk of every bundle
-  size_t longest = 0;   // index of that with most stops
+  size_t longest = 0;   // index of the one with most stops
   int64_t largest = 0;  // bundle, bytes
   for (size_t b = 0; b < all.size(); ++b) {
     for (const Party& party : all[b].parties.receivers) hops += static_cast<int64_t>(party.ranks.size());
@@ -192,7 +193,8 @@ RoundsCost rounds_cost(const Inputs& in, bool by_rank, int64_t given) {
   while ((int64_t{1} << depth) <= static_cast<int64_t>(one.stops.size())) ++depth;
   for (const Stop& stop : one.stops) m = std::max(m, static_cast<int64_t>(stop.size()));
   const int64_t most = std::min({kMostChunks, (kMaxHops - 1) / hops, largest / kSmallestChunk});
-  // Powers of two and three halves of them: most shapes are cut into just as many, and most groups are whole.
+  // Powers of two and three halves of them: most shapes can be cut into exactly as many, and most groups are
+  // whole.
   std::vector<int64_t> counts;
   for (int64_t power = 2; power <= most; power *= 2) {
     counts.push_back(power);

@@ -7,9 +7,8 @@
 
 namespace meshcast {
 
-// Chooses who sends a box to one receiver: a holder on the receiver's host if there is one, else the holder
-// whose NIC has been given the fewest bytes so far; the rank with the fewest bytes, then the lower rank, among
-// equals.
+// Chooses the sender of a box to one receiver: a holder on the receiver's host if there is one, else the holder
+// whose NIC has the fewest bytes so far; among equals the rank with the fewest bytes, then the lower rank.
 class SenderLoads {
  public:
   explicit SenderLoads(const Network& network)

@@ -12,10 +12,10 @@
 
 namespace meshcast {
 
-// Within 1.5 per cent of the bound: no use in trying on.
+// Within 1.5 per cent of the bound: further attempts are not worth it.
 inline int64_t good_ns(int64_t bound_ns) { return bound_ns + bound_ns / 200 * 3; }
 
-// Everything a strategy chooses routes from.
+// The inputs of all strategies.
 struct Inputs {
   const std::vector<Problem>& problems;
   const std::vector<Task>& tasks;
@@ -25,7 +25,7 @@ struct Inputs {
   int64_t chunk_bytes;
   Balance balance;
   uint64_t seed;
-  const std::vector<std::vector<WayPart>>& ways;  // by bundle, of those to be reduced
+  const std::vector<std::vector<WayPart>>& ways;  // by bundle; only for those to be reduced
   ReductionRoutes* reductions;                    // not owned: what strategies found so far
 
   const Task& lead(const Bundle& bundle) const { return tasks[static_cast<size_t>(bundle.tasks.front())]; }
@@ -39,21 +39,20 @@ struct Inputs {
 #define MESHCAST_STRATEGY(name, text, draft, ...) Draft draft(const Inputs& in);
 #include "plan/strategies.def"
 
-// A kind of trees, one for every chunk, see TreeBuilder for `fan`.
-// `steady` asks the scheduler to let all tasks advance at the same pace; without it the busiest ports come
-// first throughout.
+// A kind of trees, one for every chunk, see TreeBuilder for `fan`. `steady` makes the scheduler advance all
+// tasks at the same rate; without it the busiest ports always come first.
 struct TreeStyle {
   int64_t fan = 1;
   bool steady = true;
-  bool uneven = false;  // chunks of different size from bundle to bundle, so that NICs fall out of step
-  bool timed = false;   // chunks in proportion to the rate at which they travel, so that hops last equally long
-  int32_t patience = 0;  // as in Draft
-  int64_t finer = 1;     // bundles that do not hold a slow port which limits the plan: chunks finer by this
-  bool second_routes = false;  // of chunks to be reduced: as in draft_reductions
+  bool uneven = false;         // chunks of different size from bundle to bundle, so that NICs fall out of step
+  bool timed = false;          // chunks in proportion to their rate, so that hops take equally long
+  int32_t patience = 0;        // as in Draft
+  int64_t finer = 1;           // factor of finer chunks for bundles without a slow, limiting port
+  bool second_routes = false;  // for chunks to be reduced: as in draft_reductions
 };
 
-// Whether `finer` has an effect: some bundle holds a port that limits the plan for longer than the port at its
-// other end, as where a fast NIC serves a slow one.
+// Whether `finer` has an effect: some bundle holds a limiting port for longer than the port at its other end,
+// as if a fast NIC sends to a slow one.
 bool has_slow_ports(const PortDemand& demand, const Network& network);
 
 // Whether `timed` has an effect: NICs that carry a share differ in rate.

@@ -6,8 +6,8 @@
 namespace meshcast {
 namespace {
 
-// One of the ranks of a party that use the given NIC; which one differs from bundle to bundle, so that the
-// ranks of a host share the work, and stays the same within one, so that few pairs of ranks talk.
+// One of the ranks of a party that use the given NIC. It differs from bundle to bundle, so that the ranks of a
+// host share the work, and is the same within a bundle, so that few pairs of ranks communicate.
 int32_t rank_on_nic(const std::vector<int32_t>& ranks, int32_t nic, int32_t bundle, const Network& network) {
   int32_t count = 0;
   for (const int32_t r : ranks) count += network.nic(r) == nic;
@@ -70,7 +70,7 @@ TreeBuilder::TreeBuilder(const PortDemand& demand, const Network& network, int64
   }
 }
 
-// Edges are added parents first, as Route asks: a sender is in arrived_ or holds the chunk.
+// Edges are added parents first, as Route requires: a sender is in arrived_ or holds the chunk.
 void TreeBuilder::add_edge(int32_t src, int32_t dst, int32_t parent) {
   arrived_[static_cast<size_t>(dst)] = static_cast<int32_t>(route_.size());
   route_.push_back({src, dst, parent});
@@ -87,7 +87,8 @@ int32_t TreeBuilder::enter(const Parties& parties, size_t party, const BundleIte
   const std::vector<int32_t>& ranks = parties.receivers[party].ranks;
   int32_t root = rank_on_nic(ranks, nic, bundle, network_);
   if (items.local[party] >= 0) {
-    // What enters at a rank it need not take in over its local port: the one with most of that gets it.
+    // The rank where the chunk enters need not receive it over its local port: choose the one with most local
+    // bytes.
     for (const int32_t r : ranks) {
       if (network_.nic(r) == nic && local_in_[static_cast<size_t>(r)] > local_in_[static_cast<size_t>(root)])
         root = r;
@@ -98,16 +99,16 @@ int32_t TreeBuilder::enter(const Parties& parties, size_t party, const BundleIte
 }
 
 // Copies the chunk to the receivers of a host that do not get it by detours. `root` has it from another host,
-// or is -1 where only the holders of this one have it.
+// or is -1 if only the holders of this one have it.
 void TreeBuilder::spread_inside(const Parties& parties, size_t party, const BundleItems& items, int32_t root,
                                 int32_t root_parent, int32_t bundle, int64_t nbytes) {
   const std::vector<int32_t>& ranks = parties.receivers[party].ranks;
   const std::vector<int32_t>* holders =
       parties.remote(party) ? nullptr
                             : &parties.holders[static_cast<size_t>(parties.holder_party[party])].ranks;
-  // Phase 1: a host whose ports do not limit. A chain in ring order of ranks, always the same one, keeps
-  // pairs of ranks few and each rank's load at one copy in and one out.
-  if (items.local[party] < 0) {  // a host with time to spare, or nothing to copy: always the same chain
+  // Phase 1: a host whose ports do not limit the plan. A chain in ring order of ranks, always the same one,
+  // keeps pairs of ranks few and each rank's load at one copy in and one out.
+  if (items.local[party] < 0) {  // a host with time to spare, or nothing to copy
     int32_t at = root;
     if (root < 0 && holders != nullptr) at = (*holders)[static_cast<size_t>(bundle) % holders->size()];
     int32_t parent = root_parent;
@@ -121,7 +122,7 @@ void TreeBuilder::spread_inside(const Parties& parties, size_t party, const Bund
     }
     return;
   }
-  // Phase 2: a hot host. Credits say how often each rank copies the chunk to another.
+  // Phase 2: a hot host. Credits give how often each rank copies the chunk to another.
   const PortItem& it = item(items.local[party]);
   const auto has_or_is_late = [&](int32_t r) { return r == root || is_late_[static_cast<size_t>(r)] != 0; };
   const int64_t copies =
@@ -130,7 +131,7 @@ void TreeBuilder::spread_inside(const Parties& parties, size_t party, const Bund
   const std::vector<int32_t>& counts =
       credits_.pick(it, copies, nbytes, root < 0 ? -1 : network_.local_out(root));
   std::deque<Slot> slots;
-  std::vector<std::pair<int32_t, int32_t>> waiting;  // (-hops, rank): those that pass it on come first
+  std::vector<std::pair<int32_t, int32_t>> waiting;  // (-hops, rank): ranks that pass it on come first
   // The ports of a rank are a pair, out and in: see Network.
   const int32_t base = network_.local_out(0);
   for (size_t k = 0; k < it.ports.size(); ++k) {
@@ -148,9 +149,9 @@ void TreeBuilder::spread_inside(const Parties& parties, size_t party, const Bund
     const bool listed = std::find(it.ports.begin(), it.ports.end(), network_.local_out(r)) != it.ports.end();
     if (!listed && !has_or_is_late(r)) waiting.emplace_back(0, r);
   }
-  // Phase 3: hand the chunk round, those first that pass it on most often. There is always a slot: counts add
-  // up to the receivers, and the first sender has one at least. Were all slots used up early, the counts so
-  // far would equal the receivers so far. One of them is the first sender's, so the last of these receivers
+  // Phase 3: distribute the chunk, first to ranks that pass it on most often. There is always a slot: counts
+  // add up to the receivers, and the first sender has at least one. If all slots were used up early, the counts
+  // so far would equal the receivers so far. One of them is the first sender's, so the last of these receivers
   // would have none, nor would any after it, and the sum would be too small.
   std::sort(waiting.begin(), waiting.end());
   for (const auto& [hops, rank] : waiting) {
@@ -184,8 +185,8 @@ int32_t TreeBuilder::next_emitter(int32_t bundle) const {
   return best;
 }
 
-// What the chunk adds to the credits, and what detours owe. Detours of every host may leave over the NICs of
-// all others. Chunks of equal size add the same: where ports come up again and again, what each gets is kept.
+// Adds the chunk to the credits, and to the bytes that detours owe. Detours of every host may leave over the
+// NICs of all others, so ports occur often; chunks of equal size add the same, so the sums are kept.
 void TreeBuilder::accrue(int32_t bundle, int64_t bundle_bytes, int64_t nbytes) {
   BundleItems& mine = by_bundle_[static_cast<size_t>(bundle)];
   const bool keeps = mine.entries > 2 * static_cast<size_t>(network_.port_count());
@@ -213,7 +214,7 @@ const Route& TreeBuilder::route(int32_t bundle, int64_t bundle_bytes, int64_t nb
   route_.clear();
   // Phase 1: the chunk's part of all shares becomes credit.
   accrue(bundle, bundle_bytes, nbytes);
-  // Phase 2: which NICs send it, and how often. nic_hops_ is what build_tree hands out.
+  // Phase 2: which NICs send it, and how often: nic_hops_, for build_tree.
   if (items.out >= 0) {
     const PortItem& out = item(items.out);
     if (first_port >= 0) {
@@ -247,7 +248,7 @@ const Route& TreeBuilder::route(int32_t bundle, int64_t bundle_bytes, int64_t nb
   return route_;
 }
 
-// From the holders to all remote hosts, and inside these.
+// Adds the edges from the holders to all remote hosts, and inside these.
 void TreeBuilder::build_tree(int32_t bundle, int64_t nbytes) {
   const Parties& parties = demand_.parties[static_cast<size_t>(bundle)];
   BundleItems& items = by_bundle_[static_cast<size_t>(bundle)];
@@ -271,7 +272,7 @@ void TreeBuilder::build_tree(int32_t bundle, int64_t nbytes) {
           continue;
         }
       }
-      // The rank at which the chunk entered passes it on itself where it uses that NIC.
+      // The rank at which the chunk entered passes it on itself if it uses that NIC.
       int32_t sender = -1;
       for (const int32_t r : party.ranks) {
         if (network_.nic(r) != nic || is_late_[static_cast<size_t>(r)]) continue;
@@ -293,8 +294,8 @@ void TreeBuilder::build_tree(int32_t bundle, int64_t nbytes) {
   }
   const int32_t home = network_.host(slots.front().rank);
   // Phase 2: the order in which hosts get the chunk: those that send most often come first, which keeps the
-  // tree shallow and slots available (as inside a host, spread_inside).
-  // Round the hosts from the sender on, so that where every host is a sender they form a ring.
+  // tree shallow and slots available (as inside a host, spread_inside). Hosts are taken in ring order after the
+  // sender, so that they form a ring if every host is a sender.
   std::vector<std::tuple<int32_t, int32_t, int32_t>> waiting;  // (-hops, ring, party)
   for (size_t p = 0; p < parties.receivers.size(); ++p) {
     if (!parties.remote(p)) continue;
@@ -307,8 +308,8 @@ void TreeBuilder::build_tree(int32_t bundle, int64_t nbytes) {
     const int32_t host = parties.receivers[p].host;
     waiting.emplace_back(-hops, host < home ? host + network_.host_count() : host, static_cast<int32_t>(p));
   }
-  // Phase 3: each host hangs below the first open slot, spreads the chunk inside and opens the slots of its
-  // own NICs. Slots are first in, first out: the tree grows in breadth.
+  // Phase 3: each host becomes a child of the first open slot, spreads the chunk inside and opens the slots of
+  // its own NICs. Slots are first in, first out: the tree grows in breadth.
   std::sort(waiting.begin(), waiting.end());
   for (const auto& [hops, ring, p] : waiting) {
     const auto party = static_cast<size_t>(p);

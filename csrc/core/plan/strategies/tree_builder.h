@@ -15,17 +15,17 @@ namespace meshcast {
 class TreeBuilder {
  public:
   // `fan`: how often a host that forwards a chunk sends it, as long as there are receivers left. With 1 the
-  // trees are chains wherever shares are equal; with 2 every host forwards every other chunk twice, which
-  // makes the same load in trees of logarithmic depth.
+  // trees are chains if shares are equal; with 2 every host forwards every other chunk twice, which makes the
+  // same load in trees of logarithmic depth.
   TreeBuilder(const PortDemand& demand, const Network& network, int64_t fan);
 
   // The route of a chunk of `nbytes`. Hosts that forward come before those that do not, so the tree is as
-  // shallow as the shares allow: with one sender it is a chain, with many it is nearly flat.
-  // The chunk leaves its holders over `first_port` where that is given.
+  // shallow as the shares allow: with one sender it is a chain, with many it is nearly flat. The chunk leaves
+  // its holders over `first_port` if given.
   const Route& route(int32_t bundle, int64_t bundle_bytes, int64_t nbytes, int32_t first_port = -1);
 
-  // For bundles whose chunks have the size that suits their sender: the port over which the next chunk should
-  // leave its holders, so that each is used in proportion to its share; -1 where nothing leaves a host.
+  // For bundles whose chunk sizes depend on the sender: the port over which the next chunk should leave its
+  // holders, so that each is used in proportion to its share; -1 if nothing leaves a host.
   int32_t next_emitter(int32_t bundle) const;
 
  private:
@@ -37,13 +37,13 @@ class TreeBuilder {
   };
   struct BundleItems {
     int32_t out = -1;                // indices into demand.items
-    std::vector<int32_t> in, local;  // by party, -1 where none
+    std::vector<int32_t> in, local;  // by party, -1 if none
     std::vector<int32_t> detour_in, detour_out;
-    std::vector<int64_t> owed;  // by party, bytes that should have come by detours and have not yet
+    std::vector<int64_t> owed;  // by party, bytes that are still to come by detours
     bool detours = false;
     size_t entries = 0;  // ports of all its items
   };
-  // What a chunk added to the credits.
+  // The amounts that a chunk added to the credits.
   struct Accrued {
     int32_t bundle = -1;
     int64_t nbytes = 0;           // of the chunk
@@ -82,7 +82,7 @@ class TreeBuilder {
   std::vector<int64_t> emitted_;  // by port, bytes that left the holders of emitting_bundle_
   int32_t emitting_bundle_ = -1;
   std::vector<int64_t> local_in_;  // by rank, bytes so far, hot hosts only
-  std::vector<int64_t> due_in_;    // by rank, all bytes that it takes in, less what detours have brought
+  std::vector<int64_t> due_in_;    // by rank, all bytes that it receives, less those of detours so far
   std::vector<int32_t> arrived_;   // by rank: edge of the current route that brings the chunk, -1 none yet
   std::vector<int32_t> nic_hops_;  // by NIC, of the current chunk between hosts, detours not counted
   std::vector<Late> late_;         // of the current chunk

@@ -11,10 +11,10 @@ bool uses(const std::vector<int32_t>& ranks, int32_t nic, const Network& network
 
 }  // namespace
 
-// Which receiver of a party on the NIC of the given port gets the chunk late, or -1: the one that still has
-// most to take in. One that passes the chunk to other hosts over this NIC must have it early.
-// A detour turns the tree inside out: the receiver is left out of the copies made on its host, and another
-// host sends it the chunk once the tree is drawn. So no host may hang below it in the tree.
+// The receiver of a party on the NIC of the given port that gets the chunk late, or -1: the one that still has
+// most to receive. One that passes the chunk to other hosts over this NIC must have it early. A detour inverts
+// the tree: the receiver is left out of the copies on its host, and another host sends it the chunk once the
+// tree is complete. So it must have no host below it in the tree.
 int32_t TreeBuilder::pick_late(const Parties& parties, size_t party, int32_t port, int32_t root) const {
   const int32_t nic = port / 2;
   const int32_t holders = parties.holder_party[party];
@@ -32,13 +32,13 @@ int32_t TreeBuilder::pick_late(const Parties& parties, size_t party, int32_t por
   return needed && early < 2 ? -1 : out;
 }
 
-// Marks the receivers of a party that get the chunk by detours, as many as are owed.
+// Marks the receivers of a party that get the chunk by detours, as many as owed.
 void TreeBuilder::choose_late(const Parties& parties, size_t party, BundleItems* items, int32_t root,
                               int64_t nbytes) {
   const PortItem& it = item(items->detour_in[party]);
   int64_t& owed = items->owed[party];
-  // Rounded: a detour carries a whole chunk, and `owed` grows by fractions of one. It may go negative by half
-  // a chunk, so detours keep to their share within that.
+  // Rounded: a detour carries a whole chunk, and `owed` grows by fractions of one. It may be negative by half a
+  // chunk, so detours keep to their share within that.
   while (owed >= nbytes - nbytes / 2) {
     int32_t best = -1;
     int32_t best_port = -1;
@@ -51,7 +51,7 @@ void TreeBuilder::choose_late(const Parties& parties, size_t party, BundleItems*
     }
     if (best < 0) return;
     credits_.take(best_port, nbytes);
-    // It has the chunk too late to copy it to others inside.
+    // It gets the chunk too late to copy it to others inside.
     credits_.block(network_.local_out(best), true);
     owed -= nbytes;
     due_in_[static_cast<size_t>(best)] -= nbytes;
@@ -60,8 +60,8 @@ void TreeBuilder::choose_late(const Parties& parties, size_t party, BundleItems*
   }
 }
 
-// On a host that holds the box: true if all receivers wait for the detour, and the one that gets the chunk
-// first copies it to the others in place of the holders, whose ports have had their part.
+// For a host that holds the box: true if all receivers wait for the detour, and the first to get the chunk
+// copies it to the others instead of the holders, whose ports have carried their part.
 bool TreeBuilder::holder_waits(const Parties& parties, size_t party, const BundleItems& items) {
   const std::vector<int32_t>& ranks = parties.receivers[party].ranks;
   const std::vector<int32_t>& holders = parties.holders[static_cast<size_t>(parties.holder_party[party])].ranks;
@@ -77,7 +77,7 @@ bool TreeBuilder::holder_waits(const Parties& parties, size_t party, const Bundl
   for (int32_t k = 0; k < it.emitters; ++k)
     if (credits_.of(it.ports[static_cast<size_t>(k)]) >= credits_.of(network_.local_out(first->rank)))
       return false;
-  // A NIC of the host that only receivers use sends the chunk to other hosts: then one of these must have it
+  // If a NIC of the host that only receivers use sends the chunk to other hosts, one of these must have it
   // early.
   for (const int32_t r : ranks) {
     const int32_t nic = network_.nic(r);
@@ -94,15 +94,15 @@ struct TreeBuilder::Sender {
   int32_t parent = -1;
 };
 
-// The detours, once all hosts have the chunk: each from the NIC with the most credit that can send it. Of equal
-// NICs it is the one of the first rank, and of the ranks of a NIC the first: holders come first, then
-// receivers, host by host.
+// The detours, once all hosts have the chunk: each from the NIC with the most credit that can send it. Among
+// equal NICs, and among the ranks of a NIC, the first rank is taken: holders come first, then receivers, host
+// by host.
 void TreeBuilder::enter_late(const Parties& parties, const BundleItems& items, int32_t bundle, int64_t nbytes) {
   if (late_.empty()) return;
   std::stable_sort(late_.begin(), late_.end(),
                    [](const Late& a, const Late& b) { return !a.spreads && b.spreads; });
-  // Phase 1: who has the chunk. There may be thousands of detours and NICs, so these stand in a heap. An entry
-  // whose credit or sender is not the present one is out of date: the present one has an entry of its own.
+  // Phase 1: the ranks that have the chunk. There may be thousands of detours and NICs, so NICs are in a heap.
+  // An entry whose credit or sender is not the current one is outdated: the current one has another entry.
   std::vector<Sender> senders(static_cast<size_t>(network_.nic_count()));
   std::vector<int32_t> places(static_cast<size_t>(network_.rank_count()), -1);  // of receivers
   struct Offer {

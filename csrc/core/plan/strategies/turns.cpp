@@ -9,14 +9,13 @@
 namespace meshcast {
 namespace {
 
-// Ports in groups, numbered within theirs in ascending order, and the groups within theirs. A number of -1 is
-// that of a port that is in none.
+// Ports in groups, numbered within each group in ascending order; -1 for a port that is in no group.
 struct Numbers {
   std::vector<int32_t> number;  // by port
-  std::vector<int32_t> count;   // by port: of its group
+  std::vector<int32_t> count;   // by port: the numbers of its group
 };
 
-// `ports`: (group, value) of each port, where it is in a group. Ports of equal values share a number.
+// `ports`: (group, value) of each port; group -1: none. Ports of equal values share a number.
 Numbers number_ports(const std::vector<std::pair<int64_t, int32_t>>& ports) {
   Numbers out;
   out.number.assign(ports.size(), -1);
@@ -69,8 +68,8 @@ std::vector<Send> choose_sends(const Inputs& in, Drafter* drafter) {
 void set_turns(const Network& network, std::vector<Send>* sends) {
   DisjointSets sets(network.port_count());  // ports that sends link with each other
   for (const Send& s : *sends) sets.link(s.out, s.in);
-  // All is told by the ports of a send, of which there are far fewer than sends. A port in is at one host,
-  // which may have receivers in several sets.
+  // Turns depend only on the ports of a send, of which there are far fewer than sends. A port in belongs to one
+  // host, which may have receivers in several sets.
   const std::pair<int64_t, int32_t> none{-1, -1};
   const auto ports = static_cast<size_t>(network.port_count());
   std::vector<std::pair<int64_t, int32_t>> senders(ports, none), hosts(ports, none), receivers(ports, none);
