@@ -212,9 +212,8 @@ class Method:
 
 
 BALANCES = ("none", "size", "search")  # of broadcast, next to the usual "greedy"
-LIMIT = (
-    90.0  # seconds; less than a session waits (benchmarks/session.py), so that the error says who is missing
-)
+# Seconds; less than a session waits (benchmarks/reshard/session.py), so that the error says who is missing.
+LIMIT = 90.0
 
 
 def reshard(batch: CaseBatch, strategy: str) -> None:
