@@ -328,7 +328,8 @@ def windows_text(results: Found) -> str:
     return f"`python -m benchmarks windows`, one core:\n\n{table(columns.split('|'), lines, 'r')}"
 
 
-PAGES = [Page("windows", "windows.json", "docs/planner.md", windows_text)]
+WINDOWS = Page("windows", "windows.json", "docs/planner.md", windows_text)
+PAGES = [WINDOWS]
 
 
 def windows() -> int:
@@ -336,11 +337,11 @@ def windows() -> int:
     (max_bytes_in_flight), by the planner's predictions. All tensors of a Llama of 70 billion parameters, from
     512 ranks to 512; a quarter of a minute, one core. Writes benchmarks/results/windows.json and the table of
     docs/planner.md."""
-    parser("windows", windows.__doc__).parse_args()
+    args = WINDOWS.parser(windows.__doc__).parse_args()
     batch = list(llama().values())[-1]
     rows = [measure_windows(batch, None, None)]
     rows += [measure_windows(batch, limit, rows[0]["bound"]) for limit in _LIMITS[1:]]
     results = {**machine("windows"), "rows": rows}
     print(windows_text(results))
-    PAGES[0].publish(results)
+    WINDOWS.finish(args, results)
     return 0

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .rank import Buffers, Messages, TorchMessages
+from .messages import Buffers, Messages, TorchMessages
 
 __all__ = ["KINDS"]
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import check  # noqa: E402
 from benchmarks.calls import measure, page, rank, rounds, worlds  # noqa: E402
 from benchmarks.calls.cases import SIZES, WAYS, Size, against, key_of, way_of  # noqa: E402
-from benchmarks.calls.rank import Buffers  # noqa: E402
+from benchmarks.calls.messages import Buffers  # noqa: E402
 from benchmarks.harness import Page  # noqa: E402
 
 SLOW = "not done within 90 s"
