@@ -35,11 +35,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshcast.base.progress import Progress
 
-__all__ = [
-    "Cluster", "ClusterError", "Loopback", "Network", "Rank", "join_neighbours", "missing", "remove_stale",
-    "run_job", "run_ranks", "set_rate",
-]  # fmt: skip
-
 # A cluster is owned by a process, by its id and start time, so that a later process with the same id is not
 # taken for it. Names of namespaces and folders begin with that, so that what a killed owner left can be
 # found.

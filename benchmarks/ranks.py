@@ -27,11 +27,6 @@ import torch.distributed as dist
 
 from .cluster import VARIABLE
 
-__all__ = [
-    "Figure", "Report", "Steps", "Watch", "call_seconds", "calibrated", "compared", "cpu_seconds", "gathered",
-    "largest", "on_core", "peak_above", "share_of_others", "steps", "total",
-]  # fmt: skip
-
 T = TypeVar("T")
 Figure = dict[str, float]  # ours, theirs: what was measured; value: what has a target
 Report = Callable[[str, Any], None]  # kind and value; rank 0's counts

@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = [
-    "CARRIERS", "CONNECTS", "GROUPS", "PEERS", "SIZES", "TRANSPORTS", "WAYS", "WORLDS", "Carrier", "Size",
-    "Way", "against", "carrier_of", "is_against", "key_of", "known", "sizes", "way_of",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Carrier:

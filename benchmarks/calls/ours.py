@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .messages import Buffers, Messages, TorchMessages
 
-__all__ = ["KINDS"]
-
 _PLACEMENTS = [Replicate()]
 
 

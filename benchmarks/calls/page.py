@@ -8,8 +8,6 @@ from typing import Any
 from ..harness import Found, Page, command, new_figure, save_chart, table
 from .cases import CARRIERS, PEERS, TRANSPORTS, WAYS, WORLDS, Size, against, carrier_of, is_against, way_of
 
-__all__ = ["PAGE", "PAGES", "draw", "text"]
-
 _CHAINS = "ucx, chains"
 _MANY = 16  # ranks, where memory is compared with that of two
 _NONE = "-"

@@ -24,8 +24,6 @@ from ..peers.programs import OPEN_MPI, ucp_program
 from .cases import CARRIERS, CONNECTS, GROUPS, Size, carrier_of, known, way_of
 from .worlds import EACH
 
-__all__ = ["QUOTIENT", "Pair", "Started", "connects", "idle_groups", "messages", "quotients"]
-
 _START = 60.0  # seconds for both ranks to come
 _STEP = 60.0  # seconds for one order
 _END = 15.0  # seconds to end in

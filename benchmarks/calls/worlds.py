@@ -20,8 +20,6 @@ from typing import Any
 
 from .cases import CARRIERS
 
-__all__ = ["EACH", "Worlds"]
-
 EACH = 4096  # bytes from each rank to each
 _LIMIT = 90.0  # seconds for a world
 _IDLE = 4.0  # seconds

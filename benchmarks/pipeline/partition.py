@@ -32,8 +32,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..cluster import Cluster, ClusterError, run_job
 from ..harness import ROOT, Found, Page, command, machine, names, positive
-from ..ranks import Report, Steps, Watch, gathered, share_of_others
-from .stages import Clock, LayersStage, Part, loss_fn, parts_of
+from ..ranks import Report, Steps
+from .stages import Clock, LayersStage, Part, loss_fn, parts_of, timed_step
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -265,19 +265,9 @@ class Run:
             )
 
     def timed(self) -> None:
-        self.clock.late = 0.0
-        dist.barrier()
-        begin = Watch.now()
-        self.step()
-        end = Watch.now()
-        mine = {"begin": begin.wall, "end": end.wall, "passed": end.since(begin), "late": self.clock.late}
-        every = gathered(mine)
-        # All ranks of one machine share the clock.
-        seconds = max(each["end"] for each in every) - min(each["begin"] for each in every)
-        self.found["seconds"].append(seconds)
-        self.found["late"].append(max(each["late"] for each in every))
-        passed = [each["passed"] for each in every]
-        self.found["others"].append(share_of_others(passed[0], passed))
+        found, _ = timed_step(self.step, self.clock)
+        for name, value in found.items():
+            self.found[name].append(value)
 
 
 def one_process(

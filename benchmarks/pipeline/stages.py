@@ -4,14 +4,17 @@ transfers. Values and gradients are real."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from meshcast.pipelining import Edge, Layer
 from meshcast.tuning.search import uses_of
 from torch import nn
+
+from ..ranks import Watch, gathered, share_of_others
 
 _SPIN = 0.0002  # seconds before a deadline in which it is looked for: a sleep ends late by up to this much
 
@@ -44,6 +47,23 @@ class Clock:
         while time.monotonic() < self._until:
             pass
         self.late = max(self.late, time.monotonic() - self._until)
+
+
+def timed_step(
+    step: Callable[[], Any], clock: Clock, more: Callable[[], Any] = lambda: None
+) -> tuple[dict[str, float], list[Any]]:
+    """A step of all ranks: its seconds, by how much timed compute ended late, and the part of the cores that
+    others had. And what each rank has to say of it (`more`)."""
+    clock.late = 0.0
+    dist.barrier()
+    begin = Watch.now()
+    step()
+    end = Watch.now()
+    every = gathered((begin.wall, end.wall, end.since(begin), clock.late, more()))
+    begins, ends, passed, late, said = zip(*every, strict=True)
+    # All ranks of one machine share the clock.
+    seconds, others = max(ends) - min(begins), share_of_others(passed[0], passed)
+    return {"seconds": seconds, "late": max(late), "others": others}, list(said)
 
 
 def _current_pass() -> int:

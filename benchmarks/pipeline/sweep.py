@@ -24,7 +24,7 @@ from torch import nn
 from ..cluster import Cluster, ClusterError, join_neighbours, run_job
 from ..harness import Found, machine, names, positive
 from ..ranks import Report, Steps, Watch, gathered, share_of_others
-from .stages import Clock, TimedStage
+from .stages import Clock, TimedStage, timed_step
 from .sweep_page import LATE, METHODS, PAGE, Method, row, table_head
 
 _CPU = torch.device("cpu")
@@ -154,25 +154,15 @@ class Point:
 
     def _timed(self, run: dict[str, Any]) -> dict[str, Any]:
         """One step, as all ranks know it."""
-        method, clock = run["method"], run["clock"]
-        clock.late = 0.0
-        dist.barrier()
-        begin = Watch.now()
-        self._step(run, return_outputs=False)
-        end = Watch.now()
-        events = _events(run["schedule"]) if method.traced else []
-        mine = {
-            "begin": begin.wall, "end": end.wall, "passed": end.since(begin), "late": clock.late,
-            "period": self._period(events), "events": events,
-        }  # fmt: skip
-        every = gathered(mine)
-        # All ranks of one machine share the clock.
-        return {
-            "seconds": max(each["end"] for each in every) - min(each["begin"] for each in every),
-            "late": max(each["late"] for each in every),
-            "others": share_of_others(every[0]["passed"], [each["passed"] for each in every]),
-            "period": max(each["period"] for each in every),
-            "trace": {str(rank): each["events"] for rank, each in enumerate(every)},
+
+        def traced() -> tuple[float, list[list[Any]]]:
+            events = _events(run["schedule"]) if run["method"].traced else []
+            return self._period(events), events
+
+        found, every = timed_step(lambda: self._step(run, return_outputs=False), run["clock"], traced)
+        return found | {
+            "period": max(period for period, _ in every),
+            "trace": {str(rank): events for rank, (_, events) in enumerate(every)},
         }
 
     def _period(self, events: list[list[Any]]) -> float:

@@ -28,19 +28,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = [
-    "DTYPE",
-    "MODELS",
-    "SERVERS",
-    "TRAINERS",
-    "WAYS",
-    "Model",
-    "Way",
-    "Weights",
-    "files_folder",
-    "shapes",
-]
-
 TRAINERS, SERVERS = [0, 1, 2, 3], [4, 5, 6, 7]
 DTYPE = torch.bfloat16
 _PERIOD = 113  # of the values along a tensor: prime, so that rows differ
