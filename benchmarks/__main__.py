@@ -1,6 +1,8 @@
-"""python -m benchmarks NAME [options]: what is measured, with a name for each and how long it takes. NAME
---help lists the options of one. Options without a name are those of `reshard`. With PYTHONPATH=python:. from
-the root of the tree; root and iproute2 are needed where hosts are emulated."""
+"""python -m benchmarks NAME [options]: what is measured, with a name for each and how long it takes.
+
+NAME --help lists the options of one; options without a name are those of `reshard`. What says "a rank" is
+started on each rank, by torchrun or by `cluster run`. Run with PYTHONPATH=python:. from the root of the tree.
+Where hosts are emulated, root and iproute2 are needed."""
 
 from __future__ import annotations
 
@@ -23,10 +25,10 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS = {
     "reshard": Benchmark(
-        "reshard.session", "10 min", "reshards over links, beside gloo, MPI and plans of others"
+        "reshard.session", "10 min", "reshards over links, compared with gloo, MPI and plans of others"
     ),
     "calls": Benchmark(
-        "calls.measure", "15 min", "every kind of call by size, beside gloo, Open MPI and UCX alone"
+        "calls.measure", "15 min", "every kind of call by size, compared with gloo, Open MPI and UCX alone"
     ),
     "resources": Benchmark("resources", "2 min", "memory, CPU time, small calls, copies inside a host"),
     "many_ranks": Benchmark("many_ranks", "1 min", "the first calls of 8 to 128 ranks"),
@@ -39,10 +41,10 @@ BENCHMARKS = {
         "weights.clients", "5 min", "torchft and Megatron Core with their own transports and ours"
     ),
     "pipeline": Benchmark(
-        "pipeline.sweep", "10 min", "schedules on an emulated cluster, measured and simulated"
+        "pipeline.sweep", "7 min", "schedules on an emulated cluster, measured and simulated"
     ),
-    "partition": Benchmark("pipeline.partition", "10 min", "cuts into stages, measured and simulated"),
-    "e2e": Benchmark("pipeline.e2e", "15 min", "the paper's jobs, and what each part of the method adds"),
+    "partition": Benchmark("pipeline.partition", "7 min", "cuts into stages, measured and simulated"),
+    "e2e": Benchmark("pipeline.e2e", "6 min", "the paper's jobs, and what each part of the method adds"),
     "curves": Benchmark(
         "pipeline.e2e_page:curves", "1 s", "loss curves that a test has left, laid over each other"
     ),
