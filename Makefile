@@ -178,22 +178,22 @@ demo: build $(VENV)/.stamp-demo ## a table, two pictures and a short training, i
 demo-long: build $(VENV)/.stamp-dev ## the same with longer trainings, of a GPT and a U-Transformer: two minutes more
 	@PYTHONPATH=$(CURDIR)/python PYTHON=$(PY) examples/demo.sh --long
 
-bench: build $(VENV)/.stamp-dev ## benchmarks of the paper's cases (BENCH_ARGS="--mbit 150": more options of `python -m benchmarks`)
+bench: build $(VENV)/.stamp-dev ## benchmarks of the paper's cases (BENCH_ARGS="--mbit 150": more options of `python -m benchmarks reshard`)
 	PYTHON=$(PY) benchmarks/run.sh paper $(BENCH_ARGS)
 
 bench-all: build $(VENV)/.stamp-dev ## all benchmarks
 	PYTHON=$(PY) benchmarks/run.sh all $(BENCH_ARGS)
 
 bench-check: build $(VENV)/.stamp-dev ## whether this tree is as fast as the published results
-	PYTHONPATH=$(CURDIR)/python:$(CURDIR) $(PY) -m benchmarks.check
+	PYTHON=$(PY) benchmarks/run.sh check
 
-# Writes benchmarks/results/pipeline_sweep.json, the pictures and the tables of docs/pipelining.md.
+# Writes benchmarks/results/pipeline_sweep.json.gz, the pictures and the tables of docs/pipelining.md.
 bench-pipeline: build $(VENV)/.stamp-dev ## benchmarks of pipelines, for docs/pipelining.md
-	PYTHON=$(PY) benchmarks/pipeline/run.sh
+	PYTHON=$(PY) benchmarks/run.sh pipeline
 
 # Writes benchmarks/results/e2e.json, the chart and the tables of docs/end_to_end.md.
 bench-e2e: build $(VENV)/.stamp-dev ## benchmarks of whole trainings, for docs/end_to_end.md (BENCH_ARGS)
-	PYTHON=$(PY) benchmarks/e2e/run.sh $(BENCH_ARGS)
+	PYTHON=$(PY) benchmarks/run.sh e2e $(BENCH_ARGS)
 
 # ---- documents -------------------------------------------------------------------------------------------
 

@@ -1,185 +1,115 @@
-"""python -m benchmarks: reshard cases on an emulated cluster, as ratios to the lower bound and to what people
-use today. Needs root and iproute2; without them it runs on loopback, where only the checks mean something."""
+"""python -m benchmarks NAME [options]: what is measured, with a name for each and how long it takes.
+
+NAME --help lists the options of one; options without a name are those of `reshard`. What says "a rank" is
+started on each rank, by torchrun or by `cluster run`. Run with PYTHONPATH=python:. from the root of the tree.
+Where hosts are emulated, root and iproute2 are needed."""
 
 from __future__ import annotations
 
-import argparse
-import json
+import importlib
+import os
 import signal
 import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from meshcast.bench.cases import CASES, find
-from meshcast.bench.methods import METHODS
-from meshcast.bench.report import calibration_text, details, problems, remarks, table
-
-from .cluster import ClusterError, missing
-from .machine import machine
-from .peers import PEERS
-from .session import Options, OverloadedError, run
-
-EXTRA = ("gloo broadcasts", "Open MPI isend")  # slow, and nobody recommends them
-RATES = (250.0, 200.0, 150.0, 100.0)  # Mbit/s, tried in this order where none was asked for
+from .harness import parser
 
 
-def header(args: argparse.Namespace, rate: float, loopback: str) -> dict[str, Any]:
-    """What a reader must know to take the figures for what they are."""
-    return {
-        **machine("benchmarks"),
-        "links": "loopback" if loopback else "emulated",
-        "link_mbit": rate,
-        "bound_seconds": args.seconds,
-        "repeats": args.repeats,
-    }
+class Benchmark(NamedTuple):
+    """program: MODULE of this package, or MODULE:FUNCTION."""
+
+    program: str
+    takes: str
+    what: str
 
 
-def names(known: list[str], what: str) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        chosen = text.split(",")
-        for name in chosen:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"unknown {what} {name!r}; known are {', '.join(known)}")
-        return chosen
-
-    return parse
-
-
-def positive(kind: type[float]) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"{text}: must be positive")
-        return value
-
-    return parse
-
-
-def parse() -> argparse.Namespace:
-    groups = list(dict.fromkeys(case.group for case in CASES))
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument(
-        "--cases", type=_cases([*groups, *(case.name for case in CASES)]),
-        default=["n-to-m", "1-to-m"], help="names of cases or of groups of cases, separated by ';' or ','",
-    )  # fmt: skip
-    known = [*METHODS, *(peer.name for peer in PEERS)]
-    parser.add_argument(
-        "--methods", type=names([*known, "all"], "method"), default=[m for m in known if m not in EXTRA],
-        help=f"separated by commas; `all` for all; default: all but {' and '.join(EXTRA)}, which take long",
-    )  # fmt: skip
-    parser.add_argument(
-        "--mbit", type=positive(float),
-        help=f"rate of a link each way, Mbit/s; default: the first of {', '.join(f'{r:g}' for r in RATES)} "
-        "that the machine carries",
-    )  # fmt: skip
-    parser.add_argument("--seconds", type=positive(float), default=0.3, help="what the bounds are about")
-    parser.add_argument(
-        "--repeats",
-        type=positive(int),
-        default=5,
-        help="of auto, multicast and broadcast; others take part in 3 of them",
-    )
-    parser.add_argument("--loopback", action="store_true", help="no cluster, even where one could be built")
-    parser.add_argument("--out", type=Path, help="write raw JSON here, case by case, and a text beside it")
-    args = parser.parse_args()
-    if "all" in args.methods:
-        args.methods = known
-    return args
-
-
-def _cases(known: list[str]) -> Callable[[str], list[str]]:
-    """Some names have commas: those are separated by semicolons."""
-    whole = names(known, "case")
-    return lambda text: [
-        name for part in text.split(";") for name in ([part] if part in known else whole(part))
-    ]
+BENCHMARKS = {
+    "reshard": Benchmark(
+        "reshard.session", "10 min", "reshards over links, compared with gloo, MPI and plans of others"
+    ),
+    "calls": Benchmark(
+        "calls.measure", "15 min", "every kind of call by size, compared with gloo, Open MPI and UCX alone"
+    ),
+    "resources": Benchmark("resources", "2 min", "memory, CPU time, small calls, copies inside a host"),
+    "many_ranks": Benchmark("many_ranks", "1 min", "the first calls of 8 to 128 ranks"),
+    "broadcast_sizes": Benchmark("sizes:broadcasts", "1 min", "torch.distributed.broadcast by size; a rank"),
+    "message_sizes": Benchmark("sizes:messages", "1 min", "torch.distributed.send and recv by size; a rank"),
+    "planner": Benchmark("planner", "5 min", "time to plan and predictions, for up to 16,384 ranks"),
+    "windows": Benchmark("planner:windows", "15 s", "state dicts in windows, predicted"),
+    "weights": Benchmark("weights.sync", "7 min", "a model's weights from trainers to servers"),
+    "clients": Benchmark(
+        "weights.clients", "5 min", "torchft and Megatron Core with their own transports and ours"
+    ),
+    "pipeline": Benchmark(
+        "pipeline.sweep", "7 min", "schedules on an emulated cluster, measured and simulated"
+    ),
+    "partition": Benchmark("pipeline.partition", "7 min", "cuts into stages, measured and simulated"),
+    "e2e": Benchmark("pipeline.e2e", "6 min", "the paper's jobs, and what each part of the method adds"),
+    "curves": Benchmark(
+        "pipeline.e2e_page:curves", "1 s", "loss curves that a test has left, laid over each other"
+    ),
+    "tiny_steps": Benchmark("pipeline.tiny_steps", "1 min", "steps that compute next to nothing; a rank"),
+    "time_to_error": Benchmark("elastic.time_to_error", "30 min", "how soon the others know of a lost rank"),
+    "kills": Benchmark(
+        "elastic.kills", "5 min", "random kills in an elastic job, and whether its steps are right"
+    ),
+    "job_compared": Benchmark(
+        "elastic.job_compared", "4 min", "a job with kills: elastic, torchrun, torchft"
+    ),
+    "remesh": Benchmark("elastic.remesh", "2 min", "a state that moves when ranks join and leave"),
+    "replicas": Benchmark("elastic.replicas", "2 min", "what copies of the state cost a step; a rank"),
+    "rebalance": Benchmark("elastic.rebalance", "1 min", "a rank that becomes slower in a pipeline; a rank"),
+    "cuda_kernels": Benchmark("cuda:kernels", "2 min", "pack and unpack kernels; a GPU"),
+    "cuda_ipc": Benchmark("cuda:ipc", "2 min", "reshards between processes on one GPU; a rank"),
+    "cuda_beside": Benchmark("cuda:beside", "1 min", "a matrix product next to a reshard on one GPU; a rank"),
+    "check": Benchmark("check", "15 min", "whether this tree is as fast as the results that are kept"),
+    "publish": Benchmark(
+        "__main__:publish", "20 s", "pages and charts again, from the results that are kept"
+    ),
+    "cluster": Benchmark("cluster", "", "an emulated cluster by hand"),
+}
+_PAGES = (
+    "calls.page", "elastic.job_compared", "elastic.time_to_error", "many_ranks", "pipeline.e2e_page",
+    "pipeline.partition", "pipeline.sweep_page", "planner", "resources", "weights.clients", "weights.sync",
+)  # fmt: skip
+"""Modules with PAGES."""
 
 
-class Book:
-    """Prints what is found, and keeps the file up to date, so that a run that ends early leaves what it
-    has."""
-
-    def __init__(self, head: dict[str, Any], out: Path | None) -> None:
-        self.results: dict[str, Any] = {"header": head, "calibrations": [], "cases": [], "left_out": {}}
-        self._out = out
-        self._text: list[str] = []
-        self._say("# " + ", ".join(f"{k} {v}" for k, v in head.items()))
-
-    def calibrated(self, found: dict[str, Any]) -> None:
-        self.results["calibrations"].append(found)
-        self._say(f"# {calibration_text(found)}")
-
-    def found(self, case: dict[str, Any]) -> None:
-        self.results["cases"].append(case)
-        self._say(details(case))
-
-    def left_out(self, cases: list[str], why: str) -> None:
-        self.results["left_out"] |= dict.fromkeys(cases, why)
-        self._say(f"# not measured: {', '.join(cases)}: {why}")
-
-    def close(self, methods: list[str]) -> list[str]:
-        """The summary; returns why the figures must not be reported."""
-        if self.results["cases"]:
-            ran = [m for m in methods if any(case["seconds"].get(m) for case in self.results["cases"])]
-            self._say("\n# median time over the lower bound\n" + table(self.results["cases"], ran))
-        for remark in remarks(self.results):
-            self._say(f"# {remark}")
-        found = problems(self.results)
-        for problem in found:
-            self._say(f"# DO NOT REPORT: {problem}")
-        return found
-
-    def _say(self, text: str) -> None:
-        print(text, flush=True)
-        self._text.append(text)
-        if self._out is not None:
-            write(self._out, json.dumps(self.results, indent=1))
-            write(self._out.with_suffix(".txt"), "\n".join(self._text))
+def listing() -> str:
+    lines = [f"  {name:<16} {each.takes:>6}  {each.what}" for name, each in BENCHMARKS.items()]
+    return "\n".join([str(__doc__), "", *lines])
 
 
-def write(path: Path, text: str) -> None:
-    """All or nothing: who reads meanwhile finds the old text or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(text + "\n")
-    part.replace(path)
+def publish() -> int:
+    """python -m benchmarks publish: makes pages and charts from the results that are kept, and compresses
+    those that are large."""
+    from .reshard.page import publish as publish_cases
+
+    parser("publish", publish.__doc__).parse_args()
+    status = publish_cases()
+    for module in _PAGES:
+        for page in importlib.import_module(f"benchmarks.{module}").PAGES:
+            page.draw(page.results)
+    return status
 
 
 def main() -> int:
-    args = parse()
-    # Ended from outside, it cleans up behind itself as after an error.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    loopback = missing()
-    if loopback:
-        print(f"# {loopback}: no emulated cluster. All ranks run on loopback, and no figure means anything.")
-    elif args.loopback:
-        loopback = "asked for"
-    peers = [peer for peer in PEERS if peer.name in args.methods]
-    for peer in peers:
-        if why := peer.missing():
-            print(f"# {peer.name}: {why}")
-    began = time.monotonic()
-    for rate in RATES if args.mbit is None else (args.mbit,):
-        book = Book(header(args, rate, loopback), args.out)
-        options = Options(
-            args.methods, peers, rate, args.seconds, args.repeats, loopback, book.found, book.calibrated,
-            book.left_out,
-        )  # fmt: skip
-        try:
-            run(find(args.cases), options)
-        except OverloadedError as error:
-            print(f"# {rate:g} Mbit/s refused: {error}", file=sys.stderr, flush=True)
-            continue
-        except (ClusterError, RuntimeError) as error:
-            print(f"benchmarks did not run: {error}", file=sys.stderr)
-            return 1
-        found = book.close(args.methods)
-        print(f"# {time.monotonic() - began:.0f} s in all")
-        return 1 if (found and not loopback) or not book.results["cases"] else 0
-    print("benchmarks did not run: the machine carries none of these rates", file=sys.stderr)
-    return 1
+    name, *rest = sys.argv[1:] or ["list"]
+    if name in ("list", "-h", "--help"):
+        print(listing())
+        return 0
+    if name.startswith("-"):
+        name, rest = "reshard", sys.argv[1:]
+    if name not in BENCHMARKS:
+        print(
+            f"python -m benchmarks: unknown name {name!r}; known are {', '.join(BENCHMARKS)}", file=sys.stderr
+        )
+        return 2
+    if "RANK" not in os.environ:  # ended from outside, it cleans up behind itself as after an error
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sys.argv = [f"python -m benchmarks {name}", *rest]
+    module, _, function = BENCHMARKS[name].program.partition(":")
+    return getattr(importlib.import_module(f"benchmarks.{module}"), function or "main")() or 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""python -m benchmarks.check: measures again and compares with committed results, ratio by ratio.
+"""Measures again and compares with committed results, ratio by ratio.
 
 Ratios to the lower bound are compared, not times, so that the machines need not be equal. Fails where a
 median is more than 10 % above the committed one, or where a committed figure could not be measured. What is
@@ -9,9 +9,6 @@ a message and the scheduler than the links of a cluster do.
 
 from __future__ import annotations
 
-import argparse
-import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,12 +17,10 @@ from typing import Any
 
 from meshcast.bench.report import ratio
 
-from .transports.cases import Size, carrier_of
-from .transports.pair import Pair
-from .transports.rounds import QUOTIENT, messages, quotients
+from .calls.cases import Size, carrier_of
+from .calls.rounds import QUOTIENT, Pair, messages, quotients
+from .harness import RESULTS, load, parser, positive
 
-_COMMITTED = Path(__file__).with_name("results") / "paper_cases.json"
-_COMMITTED_MESSAGES = Path(__file__).with_name("results") / "transports.json"
 _ALLOWED = 1.10
 _ALLOWED_MESSAGES = 1.30
 _MESSAGES = [Size(nbytes << 10) for nbytes in (4, 1024, 16384)]
@@ -52,17 +47,19 @@ def measure(names: list[str], rate: float, seconds: float, repeats: int) -> tupl
     """The cases by name, and the exit status of the run."""
     with tempfile.TemporaryDirectory(prefix="meshcast-bench-") as folder:
         out = Path(folder, "now.json")
-        command = [
-            sys.executable, "-m", "benchmarks", "--cases", ";".join(names), "--methods", ",".join(_METHODS),
-            "--mbit", str(rate), "--seconds", str(seconds), "--repeats", str(repeats), "--out", str(out),
-        ]  # fmt: skip
+        options = {
+            "--cases": ";".join(names), "--methods": ",".join(_METHODS), "--mbit": rate,
+            "--seconds": seconds, "--repeats": repeats, "--out": out,
+        }  # fmt: skip
+        command = [sys.executable, "-m", "benchmarks", "reshard"]
+        command += [str(word) for option in options.items() for word in option]
         with subprocess.Popen(command) as run:
             try:
                 status = run.wait()
             except BaseException:
                 run.terminate()  # killed, it would leave its hosts behind
                 raise
-        cases = json.loads(out.read_text())["cases"] if out.exists() else []
+        cases = (load(out) or {"cases": []})["cases"]
         return {case["name"]: case for case in cases}, status
 
 
@@ -80,7 +77,7 @@ def worse_messages(before: dict[str, float], now: dict[str, float]) -> dict[str,
 def check_messages(repeats: int) -> list[str]:
     """What is worse in each of the tries. Takes ten seconds for each."""
     sizes = {size.nbytes for size in _MESSAGES}
-    committed = json.loads(_COMMITTED_MESSAGES.read_text())["sizes"]
+    committed = load(RESULTS / "calls.json")["sizes"]
     before = quotients([row for row in committed if row["bytes"] in sizes])
     pairs: dict[str, Pair] = {}
     try:
@@ -99,15 +96,13 @@ def check_messages(repeats: int) -> list[str]:
 
 
 def main() -> int:
-    # Ended from outside, it cleans up behind itself as after an error.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.check", description=__doc__)
-    parser.add_argument("--committed", type=Path, default=_COMMITTED)
-    parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
-    if not args.committed.exists():
-        parser.error(f"--committed: no file {args.committed}; `make bench` writes it")
-    committed = json.loads(args.committed.read_text())
+    options = parser("check", __doc__)
+    options.add_argument("--committed", type=Path, default=RESULTS / "paper_cases.json")
+    options.add_argument("--repeats", type=positive(int), default=5)
+    args = options.parse_args()
+    committed = load(args.committed)
+    if committed is None:
+        options.error(f"--committed: no file {args.committed}; `make bench` writes it")
     before = {case["name"]: case for case in committed["cases"]}
     head = committed["header"]
     found, failed = {name: ["not measured"] for name in before}, False
@@ -127,7 +122,3 @@ def main() -> int:
         or f"no ratio is more than {_ALLOWED - 1:.0%} above the committed one"
     )
     return 1 if found or slower or failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""python -m benchmarks.many_ranks: what a group and its first calls cost each of 8 to 128 ranks.
+"""The cost of a group and its first calls for each of 8 to 128 ranks.
 
 One process loads torch and meshcast and forks the ranks, all on this machine; each takes itself for a host of
 its own, so that all messages go over loopback. Half of them send to the other half: rows to the same rows,
@@ -9,7 +9,6 @@ docs/benchmarks.md."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -29,12 +28,8 @@ import torch.distributed as dist
 from meshcast import Layout
 from torch.distributed.tensor import Shard
 
-from .machine import ROOT, machine
-from .page import replace
+from .harness import Found, Page, in_child, machine, table
 
-_RESULTS = ROOT / "benchmarks/results/many_ranks.json"
-_PAGE = ROOT / "docs/benchmarks.md"
-_MARK = "<!-- {} of what python -m benchmarks.many_ranks writes -->"
 _RANKS = (8, 16, 32, 64, 128)
 _LIMIT = timedelta(seconds=300)
 _STEPS = ("first call", "another call", "the same again")
@@ -154,68 +149,46 @@ def measure(kind: str, world: int) -> dict[str, Any]:
     return {"kind": kind, "ranks": world, "steps": steps}
 
 
-def in_a_process(kind: str, world: int) -> dict[str, Any]:
-    """A process that has had a store has threads: the next ranks could not be forked from it."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(writer, json.dumps(measure(kind, world)).encode())
-        except Exception:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as answer:
-        text = answer.read()
-    os.waitpid(child, 0)
-    if not text:
-        raise SystemExit(f"{kind}, {world} ranks: nothing was measured")
-    print(f"{kind}, {world} ranks", file=sys.stderr)
-    return dict(json.loads(text))
-
-
-def table(rows: list[dict[str, Any]]) -> str:
+def text(results: Found) -> str:
+    parts = [f"`python -m benchmarks many_ranks`: {results['cores']} cores; medians over the ranks."]
     columns = ["ranks", "", "CPU, ms", "to the store, KiB", "from it, KiB", "segments to it", "memory, KiB"]
-    lines = [f"| {' | '.join(columns)} |", "|---:|---|---:|---:|---:|---:|---:|"]
-    for row in rows:
-        for step in _STEPS:
-            each = {name: median for name, (median, _) in row["steps"][step].items()}
-            figures = [
-                f"{1e3 * each['cpu_seconds']:.1f}",
-                f"{each['store_sent'] / 1024:.2f}",
-                f"{each['store_received'] / 1024:.2f}",
-                f"{each['store_segments']:.0f}",
+    for kind in _KINDS:
+        steps = [
+            (str(row["ranks"]), step, {name: median for name, (median, _) in row["steps"][step].items()})
+            for row in results["rows"]
+            for step in _STEPS
+            if row["kind"] == kind
+        ]
+        lines = [
+            [
+                ranks, step, f"{1e3 * each['cpu_seconds']:.1f}", f"{each['store_sent'] / 1024:.2f}",
+                f"{each['store_received'] / 1024:.2f}", f"{each['store_segments']:.0f}",
                 f"{each['bytes'] / 1024:.0f}",
             ]
-            lines.append(f"| {row['ranks']} | {step} | {' | '.join(figures)} |")
-    return "\n".join(lines)
+            for ranks, step, each in steps
+        ]  # fmt: skip
+        parts += [f"{kind.capitalize()}:", table(columns, lines, "rlr")]
+    return "\n\n".join(parts)
+
+
+PAGE = Page("many_ranks", "many_ranks.json", "docs/benchmarks.md", text)
+PAGES = [PAGE]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.many_ranks", description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="*", default=_RANKS, help="even numbers")
-    parser.add_argument("--out", type=Path, help="writes the figures there, and no table")
-    args = parser.parse_args()
+    options = PAGE.parser(__doc__)
+    options.add_argument("--ranks", type=int, nargs="*", default=_RANKS, help="even numbers")
+    args = options.parse_args()
     if any(ranks < 2 or ranks % 2 for ranks in args.ranks):
-        parser.error("--ranks: even numbers from 2 on")
+        options.error("--ranks: even numbers from 2 on")
     for name in meshcast.__all__:
         getattr(meshcast, name)  # imports the module that has it, once for all ranks
-    results = {
-        **machine("benchmarks.many_ranks"),
-        "rows": [in_a_process(kind, ranks) for kind in _KINDS for ranks in args.ranks],
-    }
-    if args.out:
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
-        return 0
-    _RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    text = f"`python -m benchmarks.many_ranks`: {results['cores']} cores; medians over the ranks."
+    results: Found = {**machine("many_ranks"), "rows": []}
     for kind in _KINDS:
-        text += f"\n\n{kind.capitalize()}:\n\n{table([r for r in results['rows'] if r['kind'] == kind])}"
-    replace(_PAGE, _MARK, text)
-    print(text)
+        for ranks in args.ranks:
+            name = f"{kind}, {ranks} ranks"
+            results["rows"].append(in_child(measure, kind, ranks, name=name))
+            print(name, file=sys.stderr)
+    print(text(results))
+    PAGE.finish(args, results)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

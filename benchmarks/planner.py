@@ -1,5 +1,5 @@
-"""python -m benchmarks.planner: how long plans take to make, and what the cost model predicts, up to 16,384
-ranks, and for the weights of models that go from their trainer to their replicas.
+"""How long plans take to make, and what the cost model predicts, up to 16,384 ranks, and for the weights of
+models that go from their trainer to their replicas, tensor by tensor, in published shapes.
 
 Nothing is sent: the figures of the plans are predictions of the simulation, those of the planner are
 measured. Times are processor time (user and system) of one core, so that they hold on a busy machine, too.
@@ -8,30 +8,38 @@ Memory is the peak of what a process of its own has beyond what it had before th
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import resource
-import select
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from meshcast import Layout, Topology
+from meshcast.base import checks
 from meshcast.base.progress import Progress
 from meshcast.planning.plan import Options, Plan, Problem
 from torch.distributed.tensor import Replicate, Shard
 
-from .machine import machine
-from .models import PER_HOST, Fleet, llama, mixture
+from .harness import Found, Page, in_child, machine, parser, save, table
 
+
+class Fleet(NamedTuple):
+    """Where a mixture of experts is trained and where it is served. Experts are shared out over `experts`
+    ranks on either side."""
+
+    trainer: int  # ranks; each expert is cut by FSDP over trainer / experts of them, all else over all
+    inference: int  # ranks; experts are replicated inference / experts times
+    experts: int = 32
+    tensor_parallel: int = 8  # attention and shared experts at inference
+
+
+PER_HOST = 8
 _RANKS = (64, 512, 4096, 16384)  # of both meshes together
 _SHAPE = (1 << 14, 1 << 15)  # bfloat16: 1 GiB
 _REPEATS = 3
+_FAST_NICS = Topology.uniform(PER_HOST, 400, nics_per_host=PER_HOST)
 _HOSTS = "8 ranks a host, which copy at 80 Gbit/s among themselves, and a NIC of 400 Gbit/s for each"
 MULTICASTS = f"Multicasts in bfloat16: {_HOSTS}"
 MIXTURES = (
@@ -58,6 +66,77 @@ WEIGHTS = (
 COPIES = "1 GiB in bfloat16, one rank to replicas on all other hosts: how fast ranks of a host copy"
 
 CAPTIONS = {"weights": WEIGHTS, "multicasts": MULTICASTS, "copies": COPIES, "mixtures": MIXTURES}
+
+
+def llama(layers: int = 80) -> dict[str, list[Problem]]:
+    """Tensors of a Llama of 70 billion parameters, and all of them, from FSDP over 512 ranks to 64 replicas
+    of tensor parallel 8."""
+    src = Layout(list(range(512)), [Shard(0)])
+    hosts = [list(range(first, first + PER_HOST)) for first in range(512, 1024, PER_HOST)]
+    rows, columns, whole = (Layout(hosts, [Replicate(), each]) for each in (Shard(0), Shard(1), Replicate()))
+
+    def tensor(*shape: int, dst: Layout) -> Problem:
+        return Problem(shape, torch.bfloat16, src, dst)
+
+    query, key, gate = (tensor(n, 8192, dst=rows) for n in (8192, 1024, 28672))
+    out, down = (tensor(8192, n, dst=columns) for n in (8192, 28672))
+    norm, embedding = tensor(8192, dst=whole), tensor(128256, 8192, dst=rows)
+    layer = [query, key, key, out, gate, gate, down, norm, norm]
+    batch = layers * layer + [embedding, embedding, norm]
+    return {
+        "8192 x 8192 to Shard(0)": [query], "8192 x 8192 to Shard(1)": [out],
+        "8192 x 28672 to Shard(1)": [down], "8192, replicated": [norm],
+        "128256 x 8192 to Shard(0)": [embedding],
+        f"all {len(batch)} tensors, one plan": batch,
+    }  # fmt: skip
+
+
+def mixture(fleet: Fleet, layers: int = 61) -> list[Problem]:
+    """All tensors of Kimi K2, a mixture of 384 experts with a trillion parameters, trained in bfloat16 and
+    cast to fp8 before they travel. Routed experts of a layer are one tensor, as trainers keep them.
+
+    Shapes are those of its config.json: hidden 7168, 61 layers of which the first is dense, 64 heads, ranks
+    1536 and 512 of the query and the key and value projections."""
+    hidden, inner, dense, heads, vocabulary, experts = 7168, 2048, 18432, 64, 163840, 384
+    query_rank, key_rank, nope, rope, value = 1536, 512, 128, 64, 128
+    trainer = list(range(fleet.trainer))
+    ranks = list(range(fleet.trainer, fleet.trainer + fleet.inference))
+
+    def rows_of(all_ranks: list[int], length: int) -> list[list[int]]:
+        return [all_ranks[first : first + length] for first in range(0, len(all_ranks), length)]
+
+    sharded = Layout(trainer, [Shard(0)])
+    parallel = rows_of(ranks, fleet.tensor_parallel)
+    rows, columns = (Layout(parallel, [Replicate(), Shard(d)]) for d in (0, 1))
+    whole = Layout(ranks, [Replicate()])
+    cut = Layout(rows_of(trainer, fleet.experts), [Shard(1), Shard(0)])
+    served = Layout(rows_of(ranks, fleet.experts), [Replicate(), Shard(0)])
+
+    def tensor(*shape: int, dst: Layout, src: Layout = sharded) -> Problem:
+        return Problem(shape, torch.float8_e4m3fn if len(shape) > 1 else torch.bfloat16, src, dst)
+
+    def mlp(n: int) -> list[Problem]:
+        up = tensor(n, hidden, dst=rows)
+        return [up, up, tensor(hidden, n, dst=columns)]
+
+    norm = tensor(hidden, dst=whole)
+    attention = [
+        tensor(query_rank, hidden, dst=whole),
+        tensor(query_rank, dst=whole),
+        tensor(heads * (nope + rope), query_rank, dst=rows),
+        tensor(key_rank + rope, hidden, dst=whole),
+        tensor(key_rank, dst=whole),
+        tensor(heads * (nope + value), key_rank, dst=rows),
+        tensor(hidden, heads * value, dst=columns),
+        norm,
+        norm,
+    ]
+    up = tensor(experts, inner, hidden, src=cut, dst=served)
+    down = tensor(experts, hidden, inner, src=cut, dst=served)
+    router = [tensor(experts, hidden, dst=whole), tensor(experts, dst=whole)]
+    embedding = tensor(vocabulary, hidden, dst=rows)
+    layer = attention + router + mlp(inner) + [up, up, down]
+    return [embedding, *attention, *mlp(dense), *((layers - 1) * layer), norm, embedding]
 
 
 def kinds(ranks: int) -> dict[str, tuple[Layout, Layout]]:
@@ -104,28 +183,27 @@ def copies() -> dict[str, Topology]:
     }
 
 
-def measure_copies(ranks: int, kind: str, topology: Topology) -> dict[str, Any]:
+def measure_copies(ranks: int, kind: str, topology: Topology) -> Found:
     layouts = kinds(ranks)["one rank to replicas on all others"]
     return _row(ranks, kind, [Problem(_SHAPE, torch.bfloat16, *layouts)], topology, 1)
 
 
-def measure(ranks: int, kind: str, src: Layout, dst: Layout) -> dict[str, Any]:
+def measure(ranks: int, kind: str, src: Layout, dst: Layout) -> Found:
     problem = Problem(_SHAPE, torch.bfloat16, src, dst)
     return _row(ranks, kind, [problem], Topology.uniform(PER_HOST, 100), _REPEATS)
 
 
-def measure_fast_nics(kind: str, problems: list[Problem], ranks: int = 1024) -> dict[str, Any]:
-    topology = Topology.uniform(PER_HOST, 400, nics_per_host=PER_HOST)
-    return _row(ranks, kind, problems, topology, _REPEATS if len(problems) == 1 else 1)
+def measure_fast_nics(kind: str, problems: list[Problem], ranks: int = 1024) -> Found:
+    return _row(ranks, kind, problems, _FAST_NICS, _REPEATS if len(problems) == 1 else 1)
 
 
-def measure_mixture(fleet: Fleet) -> dict[str, Any]:
+def measure_mixture(fleet: Fleet) -> Found:
     problems = mixture(fleet)
     kind = f"{fleet.trainer} to {fleet.inference}, all {len(problems)} tensors, one plan"
     return measure_fast_nics(kind, problems, fleet.trainer + fleet.inference)
 
 
-def _row(ranks: int, kind: str, problems: list[Problem], topology: Topology, repeats: int) -> dict[str, Any]:
+def _row(ranks: int, kind: str, problems: list[Problem], topology: Topology, repeats: int) -> Found:
     seconds = []
     with open("/proc/self/statm") as file:
         before = int(file.read().split()[1]) * resource.getpagesize()
@@ -141,54 +219,31 @@ def _row(ranks: int, kind: str, problems: list[Problem], topology: Topology, rep
     }  # fmt: skip
 
 
-def alone(
-    look: Callable[[], None], name: str, measure_row: Callable[..., dict[str, Any]], *args: Any
-) -> dict[str, Any]:
-    """The row, measured in a child: a peak of memory is that of a whole process. This process must have no
-    threads. look: is called now and then while it waits."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(writer, json.dumps(measure_row(*args)).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    while not select.select([reader], [], [], 0.5)[0]:
-        look()
-    with os.fdopen(reader) as answer:
-        text = answer.read()
-    os.waitpid(child, 0)
-    if not text:
-        raise RuntimeError(f"{name}: the process that planned has died, or the plan was refused")
-    row = dict(json.loads(text))
-    print(f"{row['ranks']} ranks, {row['kind']}: {row['plan_seconds']:.2f} s", file=sys.stderr)
-    return row
-
-
-def table(rows: list[dict[str, Any]]) -> str:
+def tables(rows: list[Found]) -> str:
     columns = "ranks|layouts|plan, ms|MiB|strategy|tasks|hops|predicted, ms|predicted / bound|with filling"
-    lines = [f"| {columns.replace('|', ' | ')} |", "|---:|---|---:|---:|---|---:|---:|---:|---:|---:|"]
+    lines = []
     for row in rows:
         memory = row.get("peak_bytes")  # results of before have none
         filling = row.get("filling_bound", row["lower_bound"])
         lines.append(
-            f"| {row['ranks']} | {row['kind']} | {1e3 * row['plan_seconds']:.3g} | "
-            f"{'-' if memory is None else format(memory / 2**20, '.0f')} | {row['strategy']} | "
-            f"{row['tasks']} | {row['hops']} | {1e3 * row['predicted']:.4g} | "
-            f"{row['predicted'] / row['lower_bound']:.3f} | {row['predicted'] / filling:.3f} |"
-        )
-    return "\n".join(lines)
+            [
+                str(row["ranks"]), row["kind"], f"{1e3 * row['plan_seconds']:.3g}",
+                "-" if memory is None else format(memory / 2**20, ".0f"), row["strategy"], str(row["tasks"]),
+                str(row["hops"]), f"{1e3 * row['predicted']:.4g}",
+                f"{row['predicted'] / row['lower_bound']:.3f}", f"{row['predicted'] / filling:.3f}",
+            ]
+        )  # fmt: skip
+    return table(columns.split("|"), lines, "rlrrlr")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="*", default=_RANKS, help="of both meshes together")
-    parser.add_argument("--only", default="", help="only rows whose layouts have this in their name")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    options = parser("planner", __doc__)
+    options.add_argument("--ranks", type=int, nargs="*", default=_RANKS, help="of both meshes together")
+    options.add_argument("--only", default="", help="only rows whose layouts have this in their name")
+    options.add_argument("--out", type=Path)
+    args = options.parse_args()
     if any(ranks < 2 * PER_HOST or ranks % (2 * PER_HOST) for ranks in args.ranks):
-        parser.error(f"--ranks: multiples of {2 * PER_HOST}")
+        options.error(f"--ranks: multiples of {2 * PER_HOST}")
     measures: dict[str, list[tuple[Any, ...]]] = {
         "rows": [
             (kind, measure, ranks, kind, *layouts)
@@ -207,23 +262,86 @@ def main() -> int:
         "mixtures": [(f"{fleet.trainer} to {fleet.inference}", measure_mixture, fleet) for fleet in FLEETS],
     }
     chosen = {name: [call for call in calls if args.only in call[0]] for name, calls in measures.items()}
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
+    results: dict[str, list[Found]] = {name: [] for name in chosen}
     with Progress("plans", sum(map(len, chosen.values())), ticks=False) as shown:
         for name, calls in chosen.items():
             for call in calls:
-                results[name].append(alone(shown.look, *call))
+                row = in_child(call[1], *call[2:], name=call[0], look=shown.look)
+                results[name].append(row)
+                print(f"{row['ranks']} ranks, {row['kind']}: {row['plan_seconds']:.2f} s", file=sys.stderr)
                 shown.done()
     print("# predictions of the cost model, nothing was sent")
     for name, caption in {"rows": "8 ranks and 100 Gbit/s per host, 1 GiB", **CAPTIONS}.items():
         if results[name]:
-            print(f"\n# {caption}\n{table(results[name])}")
+            print(f"\n# {caption}\n{tables(results[name])}")
     print(f"\n{PUBLISHED}")
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        header = {"header": machine("benchmarks.planner")}
-        args.out.write_text(json.dumps(header | results, indent=1) + "\n")
+        save(args.out, {"header": machine("planner")} | results)
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+_GIB = 1 << 30
+_LIMITS = (None, 32 * _GIB, 8 * _GIB, 2 * _GIB)  # bytes in flight
+
+
+def cut_windows(batch: list[Problem], limit: int | None) -> list[tuple[Problem, ...]]:
+    """In order, as reshard_state_dict cuts them: a larger tensor goes alone."""
+    found: list[list[Problem]] = [[]]
+    total = 0
+    for problem in batch:
+        size = checks.total_bytes(problem.shape, problem.dtype)
+        if found[-1] and limit is not None and total + size > limit:
+            found.append([])
+            total = 0
+        found[-1].append(problem)
+        total += size
+    return [tuple(each) for each in found]
+
+
+def measure_windows(batch: list[Problem], limit: int | None, bound: float | None) -> Found:
+    """bound: of the whole, seconds; None where this is the whole."""
+    plans: dict[tuple[int, ...], Plan] = {}  # tensors that are alike are one object
+    seconds, start = 0.0, time.process_time()
+    cut = cut_windows(batch, limit)
+    for window in cut:
+        key = tuple(map(id, window))
+        if key not in plans:
+            plans[key] = Plan(list(window), _FAST_NICS, Options())
+        seconds += plans[key].makespan
+    whole = next(iter(plans.values())).lower_bound if bound is None else bound
+    return {
+        "limit": limit, "windows": len(cut), "distinct": len(plans), "predicted": seconds, "bound": whole,
+        "plan_seconds": time.process_time() - start,
+    }  # fmt: skip
+
+
+def windows_text(results: Found) -> str:
+    lines = [
+        [
+            "all" if row["limit"] is None else f"{row['limit'] / _GIB:g} GiB", str(row["windows"]),
+            str(row["distinct"]), f"{row['predicted']:.4f}", f"{row['predicted'] / row['bound']:.4f}",
+            f"{row['plan_seconds']:.1f}",
+        ]
+        for row in results["rows"]
+    ]  # fmt: skip
+    columns = "bytes in flight|windows|distinct plans|predicted, s|/ bound of the whole|to plan, s"
+    return f"`python -m benchmarks windows`, one core:\n\n{table(columns.split('|'), lines, 'r')}"
+
+
+WINDOWS = Page("windows", "windows.json", "docs/planner.md", windows_text)
+PAGES = [WINDOWS]
+
+
+def windows() -> int:
+    """What it costs to move a state dict in windows of so many bytes, each with a plan of its own
+    (max_bytes_in_flight), by the planner's predictions. All tensors of a Llama of 70 billion parameters, from
+    512 ranks to 512; a quarter of a minute, one core. Writes benchmarks/results/windows.json and the table of
+    docs/planner.md."""
+    args = WINDOWS.parser(windows.__doc__).parse_args()
+    batch = list(llama().values())[-1]
+    rows = [measure_windows(batch, None, None)]
+    rows += [measure_windows(batch, limit, rows[0]["bound"]) for limit in _LIMITS[1:]]
+    results = {**machine("windows"), "rows": rows}
+    print(windows_text(results))
+    WINDOWS.finish(args, results)
+    return 0

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Measures on an emulated cluster of this machine (root, iproute2) and publishes. PYTHON: interpreter with meshcast.
-#   run.sh paper [options of python -m benchmarks]    the paper's sixteen cases
-#   run.sh all                                        everything there is
+#   run.sh paper [options of `python -m benchmarks reshard`]    the paper's sixteen cases
+#   run.sh all                                                  every case there is
+#   run.sh NAME [options]                                       another benchmark
 # What fails does not keep the rest from being measured and published; the exit status tells.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -12,11 +13,12 @@ results=benchmarks/results
 what=${1:-paper}
 [ $# -gt 0 ] && shift
 status=0
+case $what in paper | all) ;; *) exec "$python" -m benchmarks "$what" "$@" ;; esac
 
 measure() {  # FILE CASES [options]
   local file=$1 cases=$2
   shift 2
-  "$python" -m benchmarks --cases "$cases" --out "$results/$file.json" "$@" || status=1
+  "$python" -m benchmarks reshard --cases "$cases" --out "$results/$file.json" "$@" || status=1
 }
 
 # The machine rests first: what a build left to write, and processes that end, show in the calibration.
@@ -31,6 +33,6 @@ if [ "$what" = all ]; then
     "$ours,$plans,backend broadcast,gloo unicasts,gloo gather+broadcast,DTensor parent mesh,Open MPI pipeline,ScaLAPACK gemr2d"
   measure scaling hosts,ranks,sizes --methods "$ours,gloo unicasts,Open MPI pipeline"
 fi
-"$python" -m benchmarks.planner --out "$results/planner.json" || status=1
-"$python" -m benchmarks.publish || status=1
+"$python" -m benchmarks planner --out "$results/planner.json" || status=1
+"$python" -m benchmarks publish || status=1
 exit $status

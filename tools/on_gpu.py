@@ -134,10 +134,12 @@ def steps() -> list[Step]:
             "rates of kernels and of CUDA IPC, a matrix product beside a reshard",
             300,
             (
-                python("-m", "benchmarks.cuda_kernels", "--out", f"{figures}/kernels.json", needs_gpu=True),
-                torchrun(2, "-m", "benchmarks.cuda_ipc", "--out", f"{figures}/ipc_2.json"),
-                torchrun(4, "-m", "benchmarks.cuda_ipc", "--out", f"{figures}/ipc_4.json"),
-                torchrun(2, "-m", "benchmarks.cuda_beside", "--out", f"{figures}/beside.json"),
+                python(
+                    "-m", "benchmarks", "cuda_kernels", "--out", f"{figures}/kernels.json", needs_gpu=True
+                ),
+                torchrun(2, "-m", "benchmarks", "cuda_ipc", "--out", f"{figures}/ipc_2.json"),
+                torchrun(4, "-m", "benchmarks", "cuda_ipc", "--out", f"{figures}/ipc_4.json"),
+                torchrun(2, "-m", "benchmarks", "cuda_beside", "--out", f"{figures}/beside.json"),
             ),
         ),
     ]

@@ -17,7 +17,7 @@ from typing import Any
 
 __all__ = ["Machine", "obstacle", "seen"]
 
-# Of GPU memory, free: benchmarks.cuda_ipc moves 1 GiB between four ranks, each with a context of its own.
+# Of GPU memory, free: `benchmarks cuda_ipc` moves 1 GiB between four ranks, each with a context of its own.
 NEEDS_GIB = 12.0
 PACKAGES = ("pytest", "pytest_timeout", "numpy")
 

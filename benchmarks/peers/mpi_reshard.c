@@ -4,17 +4,12 @@
  *   mpi_reshard PROBLEM bcast|isend REPEATS SLOW
  *
  * PROBLEM is text: dimensions and shape of the tensor, number of tasks, then for each task its box (low and high
- * per dimension), its sender, the number of its receivers and the receivers. Elements are int32 and hold their own
- * linear index plus a number that changes with every repeat. Boxes travel packed; packing is not timed.
- * The first round warms up and does not count, unless it takes more than SLOW seconds: then it is the only one.
- * Rank 0 prints {"seconds": [...], "busy": [...], "wrong_elements": n}.
+ * per dimension), its sender, the number of its receivers and the receivers. Boxes travel packed; packing is not
+ * timed. See rounds.h.
  */
-#include <mpi.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
+
+#include "rounds.h"
 
 enum { kMaxDims = 8 };
 
@@ -26,14 +21,9 @@ typedef struct {
   int32_t *data;
 } Task;
 
-static int dims, tasks_count, rank;
+static int dims, tasks_count, by_broadcast;
 static int64_t shape[kMaxDims];
 static Task *tasks;
-
-static void fail(const char *what) {
-  fprintf(stderr, "mpi_reshard: %s\n", what);
-  MPI_Abort(MPI_COMM_WORLD, 1);
-}
 
 static void read_problem(const char *path) {
   FILE *file = fopen(path, "r");
@@ -123,17 +113,28 @@ static void messages(void) {
   free(requests);
 }
 
-/* Seconds that the machine's cores have worked, and that they had. */
-static void cores(double *worked, double *had) {
-  unsigned long long f[8] = {0};
-  FILE *file = fopen("/proc/stat", "r");
-  if (!file || fscanf(file, "cpu %llu %llu %llu %llu %llu %llu %llu %llu", &f[0], &f[1], &f[2], &f[3], &f[4], &f[5],
-                      &f[6], &f[7]) != 8)
-    fail("cannot read /proc/stat");
-  fclose(file);
-  *had = 0;
-  for (int i = 0; i < 8; ++i) *had += (double)f[i];
-  *worked = *had - (double)(f[3] + f[4]);
+static void move(void) {
+  if (by_broadcast)
+    broadcasts();
+  else
+    messages();
+}
+
+static void fill(int32_t salt) {
+  for (int t = 0; t < tasks_count; ++t) {
+    if (!tasks[t].takes_part) continue;
+    if (rank == tasks[t].sender)
+      visit(&tasks[t], salt, 0);
+    else
+      memset(tasks[t].data, 0xFF, sizeof(int32_t) * (size_t)tasks[t].elements);
+  }
+}
+
+static int64_t wrong(int32_t salt) {
+  int64_t found = 0;
+  for (int t = 0; t < tasks_count; ++t)
+    if (tasks[t].takes_part && rank != tasks[t].sender) found += visit(&tasks[t], salt, 1);
+  return found;
 }
 
 int main(int argc, char **argv) {
@@ -141,47 +142,9 @@ int main(int argc, char **argv) {
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   if (argc != 5) fail("usage: mpi_reshard PROBLEM bcast|isend REPEATS SLOW");
   read_problem(argv[1]);
-  const int by_broadcast = strcmp(argv[2], "bcast") == 0;
-  const double slow = atof(argv[4]);
-  int repeats = atoi(argv[3]), first = 1; /* of the rounds that count */
+  by_broadcast = strcmp(argv[2], "bcast") == 0;
   if (by_broadcast) make_communicators();
-
-  int64_t wrong = 0;
-  double *seconds = calloc((size_t)repeats + 1, sizeof(double)), *busy = calloc((size_t)repeats + 1, sizeof(double));
-  for (int repeat = 0; repeat <= repeats; ++repeat) { /* the first one warms up */
-    for (int t = 0; t < tasks_count; ++t) {
-      if (!tasks[t].takes_part) continue;
-      if (rank == tasks[t].sender)
-        visit(&tasks[t], repeat, 0);
-      else
-        memset(tasks[t].data, 0xFF, sizeof(int32_t) * (size_t)tasks[t].elements);
-    }
-    double worked, had, worked_after, had_after;
-    MPI_Barrier(MPI_COMM_WORLD);
-    cores(&worked, &had);
-    const double start = MPI_Wtime();
-    if (by_broadcast)
-      broadcasts();
-    else
-      messages();
-    const double taken = MPI_Wtime() - start; /* the slowest rank counts */
-    MPI_Allreduce(&taken, &seconds[repeat], 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
-    cores(&worked_after, &had_after);
-    busy[repeat] = had_after > had ? (worked_after - worked) / (had_after - had) : 0;
-    for (int t = 0; t < tasks_count; ++t)
-      if (tasks[t].takes_part && rank != tasks[t].sender) wrong += visit(&tasks[t], repeat, 1);
-    if (repeat == 0 && seconds[0] > slow) repeats = first = 0; /* the same on all ranks */
-  }
-  int64_t total = 0;
-  MPI_Reduce(&wrong, &total, 1, MPI_INT64_T, MPI_SUM, 0, MPI_COMM_WORLD);
-  if (rank == 0) {
-    printf("{\"seconds\": [");
-    for (int i = first; i <= repeats; ++i) printf("%s%.6f", i > first ? ", " : "", seconds[i]);
-    printf("], \"busy\": [");
-    for (int i = first; i <= repeats; ++i) printf("%s%.3f", i > first ? ", " : "", busy[i]);
-    printf("], \"wrong_elements\": %ld}\n", total);
-    fflush(stdout);
-  }
+  rounds(atoi(argv[3]), atof(argv[4]));
   /* Where finalizing hangs, which some libraries do over some transports, the processes just end together. */
   if (getenv("MPI_RESHARD_SKIP_FINALIZE")) {
     MPI_Barrier(MPI_COMM_WORLD);

@@ -4,19 +4,12 @@
  *   scalapack_reshard PROBLEM REPEATS SLOW
  *
  * PROBLEM is text: rows and columns; then for source and target: rows and columns of the grid, rows and columns of a
- * block, and the ranks of the grid row by row. Every process has one block at most. Elements are int32 and hold their
- * own linear index plus a number that changes with every repeat. The first round warms up and does not count, unless
- * it takes more than SLOW seconds: then it is the only one.
- * Rank 0 prints {"seconds": [...], "busy": [...], "wrong_elements": n}.
+ * block, and the ranks of the grid row by row. Every process has one block at most. See rounds.h.
  *
  * ScaLAPACK has columns in memory one after the other; our rows are its columns, so that (columns, rows) is the matrix
  * it sees.
  */
-#include <mpi.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#include "rounds.h"
 
 void Cblacs_get(int context, int what, int *value);
 void Cblacs_gridmap(int *context, int *map, int leading, int rows, int columns);
@@ -32,12 +25,8 @@ typedef struct {
   int32_t *data;
 } Side;
 
-static int rank, world, rows, columns;
-
-static void fail(const char *what) {
-  fprintf(stderr, "scalapack_reshard: %s\n", what);
-  MPI_Abort(MPI_COMM_WORLD, 1);
-}
+static int world, rows, columns, all;
+static Side source, target;
 
 static int least(int a, int b) { return a < b ? a : b; }
 
@@ -84,18 +73,16 @@ static int64_t visit(Side *side, int32_t salt, int check) {
   return wrong;
 }
 
-/* Seconds that the machine's cores have worked, and that they had. */
-static void cores(double *worked, double *had) {
-  unsigned long long f[8] = {0};
-  FILE *file = fopen("/proc/stat", "r");
-  if (!file || fscanf(file, "cpu %llu %llu %llu %llu %llu %llu %llu %llu", &f[0], &f[1], &f[2], &f[3], &f[4], &f[5],
-                      &f[6], &f[7]) != 8)
-    fail("cannot read /proc/stat");
-  fclose(file);
-  *had = 0;
-  for (int i = 0; i < 8; ++i) *had += (double)f[i];
-  *worked = *had - (double)(f[3] + f[4]);
+static void move(void) {
+  Cpigemr2d(columns, rows, source.data, 1, 1, source.description, target.data, 1, 1, target.description, all);
 }
+
+static void fill(int32_t salt) {
+  visit(&source, salt, 0);
+  memset(target.data, 0xFF, sizeof(int32_t) * (size_t)target.rows * (size_t)target.columns);
+}
+
+static int64_t wrong(int32_t salt) { return visit(&target, salt, 1); }
 
 int main(int argc, char **argv) {
   MPI_Init(&argc, &argv);
@@ -104,44 +91,15 @@ int main(int argc, char **argv) {
   if (argc != 4) fail("usage: scalapack_reshard PROBLEM REPEATS SLOW");
   FILE *file = fopen(argv[1], "r");
   if (!file || fscanf(file, "%d %d", &rows, &columns) != 2) fail("cannot read the problem");
-  Side source, target;
   read_side(file, &source);
   read_side(file, &target);
   fclose(file);
-  int all, *everybody = malloc(sizeof(int) * (size_t)world);
+  int *everybody = malloc(sizeof(int) * (size_t)world);
   for (int i = 0; i < world; ++i) everybody[i] = i;
   Cblacs_get(0, 0, &all);
   Cblacs_gridmap(&all, everybody, 1, 1, world);
 
-  const double slow = atof(argv[3]);
-  int repeats = atoi(argv[2]), first = 1; /* of the rounds that count */
-  int64_t wrong = 0;
-  double *seconds = calloc((size_t)repeats + 1, sizeof(double)), *busy = calloc((size_t)repeats + 1, sizeof(double));
-  for (int repeat = 0; repeat <= repeats; ++repeat) {
-    visit(&source, repeat, 0);
-    memset(target.data, 0xFF, sizeof(int32_t) * (size_t)target.rows * (size_t)target.columns);
-    double worked, had, worked_after, had_after;
-    MPI_Barrier(MPI_COMM_WORLD);
-    cores(&worked, &had);
-    const double start = MPI_Wtime();
-    Cpigemr2d(columns, rows, source.data, 1, 1, source.description, target.data, 1, 1, target.description, all);
-    const double taken = MPI_Wtime() - start; /* the slowest rank counts */
-    MPI_Allreduce(&taken, &seconds[repeat], 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
-    cores(&worked_after, &had_after);
-    busy[repeat] = had_after > had ? (worked_after - worked) / (had_after - had) : 0;
-    wrong += visit(&target, repeat, 1);
-    if (repeat == 0 && seconds[0] > slow) repeats = first = 0; /* the same on all ranks */
-  }
-  int64_t total = 0;
-  MPI_Reduce(&wrong, &total, 1, MPI_INT64_T, MPI_SUM, 0, MPI_COMM_WORLD);
-  if (rank == 0) {
-    printf("{\"seconds\": [");
-    for (int i = first; i <= repeats; ++i) printf("%s%.6f", i > first ? ", " : "", seconds[i]);
-    printf("], \"busy\": [");
-    for (int i = first; i <= repeats; ++i) printf("%s%.3f", i > first ? ", " : "", busy[i]);
-    printf("], \"wrong_elements\": %ld}\n", total);
-    fflush(stdout);
-  }
+  rounds(atoi(argv[2]), atof(argv[3]));
   MPI_Finalize();
   return 0;
 }

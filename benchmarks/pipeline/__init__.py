@@ -1,1 +1,1 @@
-"""Pipeline schedules on an emulated cluster: measured against simulated, and beside torch's own schedules."""
+"""Pipelines on an emulated cluster: schedules, cuts into stages, and whole trainings."""

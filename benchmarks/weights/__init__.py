@@ -1,1 +1,1 @@
-"""Weights of real models from trainers to ranks that serve, as WeightSync moves them and as others do."""
+"""Weights and checkpoints that go to other ranks, by meshcast and by what others have for it."""

@@ -10,8 +10,7 @@ from meshcast.pipelining import Layer, Value
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.partition.choices import SAMPLES, Choice, choices, emulated
-from benchmarks.partition.worker import measure
+from benchmarks.pipeline.partition import SAMPLES, Choice, choices, emulated, measure
 
 SKIPPED = Value((SAMPLES, 500), used_by=(1, 3))
 LAYERS = [

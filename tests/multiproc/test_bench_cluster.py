@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.cluster import Cluster, ClusterError, Loopback, network, owner, remove_stale, run_ranks  # noqa: E402
+from benchmarks import cluster as network  # noqa: E402
+from benchmarks.cluster import Cluster, ClusterError, Loopback, is_stale, owner_name, remove_stale, run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -100,9 +101,9 @@ def test_what_a_killed_owner_left_is_removed() -> None:
 
 @pytest.mark.usefixtures("buildable")
 def test_the_command_line_cleans_up_when_it_is_ended() -> None:
-    command = [sys.executable, "-m", "benchmarks.cluster", "run", "--hosts", "2", "--", "sleep", "1000"]
+    command = [sys.executable, "-m", "benchmarks", "cluster", "run", "--hosts", "2", "--", "sleep", "1000"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
-        name = owner.owner_name(process.pid)
+        name = owner_name(process.pid)
         hosts = {f"{name}h{host}" for host in (0, 1)}
         wait_for("no hosts", lambda: hosts <= namespaces())
         wait_for("the ranks did not start", lambda: all(network._processes(host) for host in hosts))
@@ -119,20 +120,20 @@ def test_two_may_remove_the_same() -> None:
 
 
 def test_an_owner_is_a_process_and_its_start() -> None:
-    mine = owner.owner_name()
+    mine = owner_name()
     assert mine.startswith(f"mc{os.getpid()}-")
-    assert not owner.is_stale(f"{mine}h0")
+    assert not is_stale(f"{mine}h0")
     pid, start = mine.removeprefix("mc").split("-")[:2]
-    assert owner.is_stale(f"mc{pid}-{int(start) + 1}-h0"), "another process had this id"
-    assert not owner.is_stale("mcfoo"), "not one of ours"
-    assert not owner.is_stale(f"xmc{pid}-0-h0")
+    assert is_stale(f"mc{pid}-{int(start) + 1}-h0"), "another process had this id"
+    assert not is_stale("mcfoo"), "not one of ours"
+    assert not is_stale(f"xmc{pid}-0-h0")
     with subprocess.Popen(["sleep", "1000"]) as process:
-        child = owner.owner_name(process.pid)
+        child = owner_name(process.pid)
         process.kill()
-        wait_for("a process that has ended has no name", lambda: owner.is_stale(child))
-    assert owner.is_stale(child)
+        wait_for("a process that has ended has no name", lambda: is_stale(child))
+    assert is_stale(child)
     with pytest.raises(ProcessLookupError):
-        owner.owner_name(process.pid)
+        owner_name(process.pid)
 
 
 @pytest.mark.parametrize(

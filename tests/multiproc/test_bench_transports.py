@@ -1,4 +1,4 @@
-"""The benchmark of transports with processes: every way answers, and what arrives is right."""
+"""The benchmark of calls with processes: every way answers, and what arrives is right."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.peers.mpi import OPEN_MPI  # noqa: E402
-from benchmarks.transports import ucp  # noqa: E402
-from benchmarks.transports.cases import WAYS, Size, carrier_of, way_of  # noqa: E402
-from benchmarks.transports.pair import Pair  # noqa: E402
-from benchmarks.transports.rounds import Started, messages  # noqa: E402
+from benchmarks.calls.cases import WAYS, Size, carrier_of, way_of  # noqa: E402
+from benchmarks.calls.rounds import Pair, Started, messages  # noqa: E402
+from benchmarks.peers.programs import OPEN_MPI, ucp_missing  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
-MISSING = {"mpi": OPEN_MPI.missing(), "mpi-shm": OPEN_MPI.missing(), "ucp": ucp.missing()}
+MISSING = {"mpi": OPEN_MPI.missing(), "mpi-shm": OPEN_MPI.missing(), "ucp": ucp_missing()}
 CARRIERS = [
     pytest.param(carrier, marks=pytest.mark.skipif(bool(why), reason=why))
     for carrier in ("ucx", "shm", "gloo", "torch", "mpi", "mpi-shm", "ucp")
@@ -98,7 +96,7 @@ def test_another_tree_takes_turns(tmp_path: Path) -> None:
     options = (
         f"--only messages --sizes 4 --ways reshard gloo-fresh --transports shm --repeats 1 --against {ROOT}"
     )
-    command = [sys.executable, "-m", "benchmarks.transports", *options.split()]
+    command = [sys.executable, "-m", "benchmarks.calls", *options.split()]
     done = subprocess.run([*command, "--json", str(found)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "| reshard, other tree |" in done.stdout

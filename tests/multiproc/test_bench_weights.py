@@ -12,8 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.cluster import Loopback  # noqa: E402
-from benchmarks.weights.__main__ import measure  # noqa: E402
-from benchmarks.weights.page import WAYS, text  # noqa: E402
+from benchmarks.weights.sync import NAMES, measure, text  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -30,10 +29,10 @@ SHAPES = {
 def test_every_way_moves_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'python'}{os.pathsep}{ROOT}")
     with Loopback(4, 1000.0) as network:
-        found = measure(network, {"mixtral": SHAPES}, list(WAYS), 2)
+        found = measure(network, {"mixtral": SHAPES}, list(NAMES), 2)
     (model,) = found["models"]
     assert model["tensors"] == len(SHAPES)
-    assert list(model["ways"]) == list(WAYS)
+    assert list(model["ways"]) == list(NAMES)
     for name, way in model["ways"].items():
         assert way["wrong_bytes"] == 0, name
         assert len(way["seconds"]) >= 1

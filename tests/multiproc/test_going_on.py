@@ -26,8 +26,7 @@ sys.path += [str(ROOT), str(ROOT / "examples")]
 
 from elastic import alone, train
 
-from benchmarks.going_on.check import check
-from benchmarks.going_on.lines import Lines
+from benchmarks.elastic.kills import Lines, check
 
 LIMIT = 400.0  # seconds for one job; it takes about 10 on an idle machine
 PROGRAM = Path(__file__).with_name("going_on.py")

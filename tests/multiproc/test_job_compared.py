@@ -1,4 +1,4 @@
-"""benchmarks.job_compared with real jobs, but for torchft, which has an environment of its own."""
+"""The benchmark of jobs with kills, with real jobs, but for torchft, which has an environment of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def test_two_ways_through_the_same_training(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "benchmarks.job_compared",
+        "benchmarks",
+        "job_compared",
         "--ways",
         "meshcast",
         "torchrun",

@@ -11,8 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.cluster import Cluster, ClusterError, network
-from benchmarks.pipeline.chain import join_neighbours
+from benchmarks import cluster as network
+from benchmarks.cluster import Cluster, ClusterError, join_neighbours
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -1,6 +1,6 @@
 """Fifty steps of both models over different layouts follow the curve of one process and end with its weights.
 
-With MESHCAST_CURVES=FOLDER the curves are left there, for `python -m benchmarks.e2e.curves FOLDER`.
+With MESHCAST_CURVES=FOLDER the curves are left there, for `python -m benchmarks curves FOLDER`.
 """
 
 import json

@@ -212,9 +212,8 @@ class Method:
 
 
 BALANCES = ("none", "size", "search")  # of broadcast, next to the usual "greedy"
-LIMIT = (
-    90.0  # seconds; less than a session waits (benchmarks/session.py), so that the error names missing ranks
-)
+# Seconds; less than a session waits (benchmarks/reshard/session.py), so that the error names missing ranks.
+LIMIT = 90.0
 
 
 def reshard(batch: CaseBatch, strategy: str) -> None:

@@ -1,5 +1,5 @@
-"""The way of torchft through benchmarks.job_compared: a replica is killed, the others go on, and all steps
-have the losses of one process."""
+"""The way of torchft in the benchmark of jobs with kills: a replica is killed, the others go on, and all
+steps have the losses of one process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ sys.path += [str(ROOT), str(ROOT / "examples")]
 
 from elastic import alone, train
 
-from benchmarks.going_on.kills import children
-from benchmarks.going_on.lines import Lines
+from benchmarks.elastic.kills import Lines, children
 
 pytestmark = pytest.mark.timeout(500)
 
-LAUNCHER = ROOT / "benchmarks/job_compared/replicas.py"
+LAUNCHER = ROOT / "benchmarks/elastic/torchft_job.py"
 STEPS = 30
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -11,14 +10,15 @@ from benchmark_pages import check_tables
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks.clients import __main__ as clients
+from benchmarks.harness import ROOT
+from benchmarks.weights import clients
 
 
 def test_the_page_has_the_figures_that_are_kept() -> None:
-    kept = json.loads(clients._RESULTS.read_text())
+    kept = clients.PAGE.results
     text = clients.text(kept)
     check_tables(text)
-    assert f"\n\n{text}\n\n" in clients._PAGE.read_text()
+    assert f"\n\n{text}\n\n" in (ROOT / clients.PAGE.path).read_text()
     assert list(kept["jobs"]) == list(clients._JOBS)
     for found in kept["jobs"].values():
         assert all(way["wrong_bytes"] == 0 for way in found["ways"].values())
@@ -37,9 +37,9 @@ def test_a_package_without_its_environment_is_named(
 
         def __exit__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(clients, "python_of", lambda client: clients.ROOT / "nowhere" / client)
+    monkeypatch.setattr(clients, "python_of", lambda client: ROOT / "nowhere" / client)
     monkeypatch.setattr(clients, "Cluster", Nothing)  # no namespaces: nothing is to run in them
-    monkeypatch.setattr(sys, "argv", ["benchmarks.clients"])
+    monkeypatch.setattr(sys, "argv", ["clients"])
     assert clients.main() == 1
     said = capsys.readouterr().err
     for client in ("torchft", "megatron"):

@@ -11,13 +11,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.cluster.cores import SLICE, cores_of  # noqa: E402
+from benchmarks.cluster import SLICE, cores_of  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
 _SLICES = """
 import subprocess
-from benchmarks.cluster.cores import short_slices
+from benchmarks.cluster import short_slices
 why = short_slices()
 shown = subprocess.run(["cat", "/proc/self/sched"], capture_output=True, text=True).stdout
 print(why or [line.split(":")[1].strip() for line in shown.splitlines() if line.startswith("se.slice")])

@@ -17,16 +17,28 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from benchmark_pages import check_tables  # noqa: E402
 
-from benchmarks.e2e import choices, curves, paper, publish, timed  # noqa: E402
-from benchmarks.e2e.rows import AUTO, BASELINE, CHOICES, FREE, FREE_DELAYED, OURS, ROWS, rows_for  # noqa: E402
-from benchmarks.e2e.timed import Clock, TimedStage, TimedTask, Times  # noqa: E402
+from benchmarks.pipeline import e2e_page, e2e_tasks  # noqa: E402
+from benchmarks.pipeline.e2e_tasks import (  # noqa: E402
+    AUTO,
+    BASELINE,
+    CHOICES,
+    FREE,
+    FREE_DELAYED,
+    OURS,
+    ROWS,
+    SharedClock,
+    SplitStage,
+    TimedTask,
+    Times,
+    rows_for,
+)
 
 pytestmark = pytest.mark.timeout(60)
 TIMES = Times([0.01, 0.01], [0.02, 0.02], [0.01, 0.01])
 
 
 def test_transfer_over_compute_follows_from_the_sizes_of_the_papers_jobs() -> None:
-    gpt, unet = paper.gpt(), paper.unet()
+    gpt, unet = e2e_tasks.gpt(), e2e_tasks.unet()
     assert gpt.nbytes == 16 * 1024 * 2560 * 2
     assert gpt.flops == pytest.approx(6 * 2.65e9 * 16 * 1024 * 4 / 3, rel=0.1)  # 6 N tokens, and recomputing
     assert unet.nbytes == 4 * 64 * (4 * 672 * 4 * 4 + 4 * 672 * 8 * 8 + 2 * 672 * 16 * 16 + 672 * 32 * 32)
@@ -70,11 +82,11 @@ def test_the_time_of_a_backward_is_spent_where_its_parts_are(
     monkeypatch: pytest.MonkeyPatch, alone: dist.ProcessGroup
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(timed, "time", SimpleNamespace(sleep=slept.append, monotonic=lambda: 100.0))
+    monkeypatch.setattr(e2e_tasks, "time", SimpleNamespace(sleep=slept.append, monotonic=lambda: 100.0))
     times = Times([0.01, 0.02], [0.03, 0.05], [0.01, 0.02])
     for stage, parts in ((0, [0.01, 0.03]), (1, [0.02, 0.02, 0.03])):
         slept.clear()
-        module = TimedStage(Clock(alone), times, stage, 2)
+        module = SplitStage(SharedClock(alone), times, stage, 2)
         values = [torch.ones(1, 3, requires_grad=stage == 1) for _ in range(2)]
         made = module(*values)
         torch.autograd.backward(made if stage else list(made), None if stage else [torch.ones(1, 3)] * 2)
@@ -100,7 +112,7 @@ def results() -> dict[str, Any]:
         "mbit": 100.0, "microbatches": 12, "transfer_once": 0.02, "rows": rows,
         "times": {"forward": [0.1, 0.1], "backward": [0.1, 0.1], "weight": [0.05, 0.05]},
     }  # fmt: skip
-    job = paper.gpt()
+    job = e2e_tasks.gpt()
     described = {
         "name": job.name, "samples": 16, "flops": job.flops, "peak": job.peak, "compute": job.compute,
         "nbytes": job.nbytes, "transfer": job.transfer, "ratio": job.ratio,
@@ -114,14 +126,14 @@ def results() -> dict[str, Any]:
 
 def test_tables_hold_what_was_measured(tmp_path: Path) -> None:
     found = results()["tables"][0]
-    assert publish.speed_up(found) == 2.0
-    assert publish.ratio(found) == pytest.approx(0.1)
-    assert publish.reach(found) == pytest.approx(1.5 / 1.5)
-    text = publish.text(results())
+    assert e2e_page.speed_up(found) == 2.0
+    assert e2e_page.ratio(found) == pytest.approx(0.1)
+    assert e2e_page.reach(found) == pytest.approx(1.5 / 1.5)
+    text = e2e_page.text(results())
     assert f"| {OURS} | 1.500 | 8.00 | 2.00 | 0.100 | 5.00 | 3, 1 (3, 1) | 1.350 | 0.900 |" in text
     assert "| GPT-3 2.6B | 16 | 364.7 | 125 | 0.729 | 83.9 | 0.0671 | **0.092** |" in text
     assert "Speed-up over send/recv, 1F1B: **2.00**" in text
-    publish.draw(results(), tmp_path / "chart.svg")
+    e2e_page.draw(results(), tmp_path / "chart.svg")
     assert (tmp_path / "chart.svg").stat().st_size > 5000
 
 
@@ -130,10 +142,10 @@ def test_what_auto_takes_is_compared_in_rounds_with_the_fastest_that_was_given()
     rows = {row.name: {"seconds": seconds.get(row.name, [4.0, 8.0, 5.0]), "chosen": None} for row in CHOICES}
     rows[AUTO]["chosen"] = "1F1B, delayed"
     found = results()["tables"][0] | {"rows": rows}
-    assert choices.best(found) == "Eager1F1B"
-    assert choices.against(found, "Eager1F1B") == "1.200"  # of 1.0, 1.2 and 1.5
+    assert e2e_page.best(found) == "Eager1F1B"
+    assert e2e_page.against(found, "Eager1F1B") == "1.200"  # of 1.0, 1.2 and 1.5
     times = [{"model": "unet", "backward": [0.1, 0.2], "split_backward": [0.1, 0.25]}]
-    text = choices.text({"header": results()["header"], "tables": [found, found], "times": times})
+    text = e2e_page.choices_text({"header": results()["header"], "tables": [found, found], "times": times})
     check_tables(text)
     assert "| Eager1F1B | **2.000** | **2.000** |" in text
     assert "| auto | 3.000 | 3.000 |" in text
@@ -148,12 +160,12 @@ def test_curves_are_compared_with_one_process(tmp_path: Path) -> None:
         for layout, losses in (("1 --microbatches 1", [2.0, 1.0]), ("2,3 --schedule 1F1B", [2.0, 1.00005])):
             curve = {"model": model, "layout": layout, "losses": losses}
             (tmp_path / f"{model} {layout[:3]}.json").write_text(json.dumps(curve))
-    found = curves.load(tmp_path)
-    text = curves.table(found)
+    found = e2e_page.load_curves(tmp_path)
+    text = e2e_page.curves_text(found)
     assert "| GPT | one process | 2.00000 to 1.00000 |  |" in text
     assert "| U-Transformer | `--stages 2,3 --schedule 1F1B` | 2.00000 to 1.00005 | 5.0e-05 |" in text
-    curves.draw(found, tmp_path / "curves.svg")
+    e2e_page.draw_curves(found, tmp_path / "curves.svg")
     assert (tmp_path / "curves.svg").stat().st_size > 5000
     (tmp_path / "gpt 1 -.json").unlink()
     with pytest.raises(SystemExit, match="no curves of gpt"):
-        curves.load(tmp_path)
+        e2e_page.load_curves(tmp_path)

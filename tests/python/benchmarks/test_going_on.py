@@ -1,4 +1,4 @@
-"""What benchmarks.going_on says of the steps of a job that goes on, and whom it kills."""
+"""What the benchmark of kills says of the steps of a job that goes on, and whom it kills."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.going_on.check import ALLOWED, Verdict, check  # noqa: E402
-from benchmarks.going_on.kills import may_die  # noqa: E402
-from benchmarks.going_on.lines import Lines, Whole  # noqa: E402
+from benchmarks.elastic.kills import ALLOWED, Lines, Verdict, Whole, check, may_die  # noqa: E402
 
 EXPECTED = [5.0 - 0.1 * step for step in range(20)]
 Of = dict[int, list[dict[str, Any]]]

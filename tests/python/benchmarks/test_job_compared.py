@@ -1,4 +1,4 @@
-"""What benchmarks.job_compared says and draws of jobs, from their steps."""
+"""What the benchmark of jobs with kills says and draws, from their steps."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.job_compared import chart  # noqa: E402
-from benchmarks.job_compared.__main__ import parse, text  # noqa: E402
-from benchmarks.job_compared.series import (  # noqa: E402
+from benchmarks.elastic import job_compared  # noqa: E402
+from benchmarks.elastic.job_compared import (  # noqa: E402
+    WAYS,
     apart,
     events,
     from_start,
+    parse,
     recoveries,
     repeated,
     series,
+    text,
 )
-from benchmarks.job_compared.ways import WAYS  # noqa: E402
 
 EXPECTED = [5.0 - 0.1 * step for step in range(12)]
 KILLS = [{"time": 103.5, "process": 7, "rank": 1}]
@@ -109,19 +110,19 @@ def test_what_was_not_run_is_said(results: dict[str, Any]) -> None:
 
 
 def test_rates_are_steps_of_each_second() -> None:
-    assert chart.rates([0.2, 0.4, 1.5, 3.1, 3.2]) == ([0.5, 1.5, 2.5], [2.0, 1.0, 0.0])
-    assert chart.rates([0.2]) == ([], [])
+    assert job_compared.rates([0.2, 0.4, 1.5, 3.1, 3.2]) == ([0.5, 1.5, 2.5], [2.0, 1.0, 0.0])
+    assert job_compared.rates([0.2]) == ([], [])
 
 
 def test_no_line_is_drawn_over_a_gap() -> None:
-    times, losses = chart.broken([0.0, 1.0, 9.0], [5.0, 4.0, 3.0])
+    times, losses = job_compared.broken([0.0, 1.0, 9.0], [5.0, 4.0, 3.0])
     assert times == [0.0, 1.0, 9.0, 9.0]
     assert [loss for loss in losses if loss == loss] == [5.0, 4.0, 3.0]
     assert losses[2] != losses[2]
 
 
 def picture(results: dict[str, Any], path: Path) -> np.ndarray:
-    chart.draw(results, path)
+    job_compared.draw(results, path)
     return matplotlib.image.imread(path)
 
 

@@ -14,12 +14,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmark_pages import check_tables
 
-from benchmarks.partition.choices import SAMPLES, choices, emulated, equal_parameters
-from benchmarks.partition.models import scaled
-from benchmarks.partition.publish import rows, text
-from benchmarks.partition.stages import LayersStage, loss_fn, parts_of
-from benchmarks.partition.worker import one_process
-from benchmarks.pipeline.stages import Clock
+from benchmarks.pipeline.partition import (
+    SAMPLES,
+    choices,
+    emulated,
+    equal_parameters,
+    one_process,
+    rows,
+    scaled,
+    text,
+)
+from benchmarks.pipeline.stages import Clock, LayersStage, loss_fn, parts_of
 
 SKIPPED = Value((SAMPLES, 5), used_by=(1, 3))
 LAYERS = [

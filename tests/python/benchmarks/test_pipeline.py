@@ -12,9 +12,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks.pipeline import worker
-from benchmarks.pipeline.disturbance import Watch, share_of_others
+from benchmarks.pipeline import sweep
 from benchmarks.pipeline.stages import Clock
+from benchmarks.ranks import Watch, share_of_others
 
 
 def test_interrupts_and_idle_time_are_nobody_s(tmp_path: Path) -> None:
@@ -51,10 +51,10 @@ def test_a_disturbed_step_is_measured_again(
         found = left.pop(0)
         return {"seconds": 1 + found, "late": found, "others": 0.5, "period": found, "trace": {"0": [found]}}
 
-    monkeypatch.setattr(worker.Point, "_timed", timed)
-    point = worker.Point.__new__(worker.Point)
+    monkeypatch.setattr(sweep.Point, "_timed", timed)
+    point = sweep.Point.__new__(sweep.Point)
     point._forward, point._most_again, point.again = 0.1, budget, 0
-    method = worker.METHODS[2]
+    method = sweep.METHODS[2]
     assert method.traced
     run = {"method": method, "seconds": [], "late": [], "others": [], "periods": [], "trace": {}}
     point._undisturbed(run)

@@ -16,9 +16,10 @@ from meshcast.bench.measure import Links
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import __main__ as main  # noqa: E402
-from benchmarks import check, models, planner, publish  # noqa: E402
-from benchmarks.peers.scalapack import problem  # noqa: E402
+from benchmarks import check, harness, planner  # noqa: E402
+from benchmarks.peers.programs import problem  # noqa: E402
+from benchmarks.reshard import page as pages  # noqa: E402
+from benchmarks.reshard import session  # noqa: E402
 
 GOOD = {
     "hosts": 4,
@@ -144,31 +145,31 @@ def test_check_measures_again_what_is_above(tmp_path: Path, monkeypatch: pytest.
 def test_publish_writes_between_the_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page, readme, folder = tmp_path / "page.md", tmp_path / "README.md", tmp_path / "results"
     folder.mkdir()
-    marks = "\n\nOUTDATED\n\n".join(publish._MARK.format(word) for word in ("Begin", "End"))
+    marks = "\n\nOUTDATED\n\n".join(
+        f"<!-- {word} of what python -m benchmarks reshard writes -->" for word in ("Begin", "End")
+    )
     for file in (page, readme):
         file.write_text(f"before\n{marks}\nafter\n")
-    monkeypatch.setattr(publish, "_ROOT", tmp_path)
-    monkeypatch.setattr(publish, "_PAGE", page)
-    monkeypatch.setattr(publish, "_README", readme)
-    monkeypatch.setattr(publish, "_PICTURE", tmp_path / "images" / "chart.svg")
-    monkeypatch.setattr(publish, "_FOLDER", folder)
-    assert publish.main() == 1, "nothing is measured yet"
+    monkeypatch.setattr(pages, "_PAGE", page)
+    monkeypatch.setattr(pages, "_README", readme)
+    monkeypatch.setattr(pages, "_PICTURE", tmp_path / "images" / "chart.svg")
+    assert pages.publish(folder) == 1, "nothing is measured yet"
 
     one = case(**{"auto": [0.1, 0.1], "gloo unicasts": [0.4], "Open MPI pipeline": [0.12]})
     one["not_run"] = {"MPICH bcast": "not installed: apt-get install mpich"}
     (folder / "paper_cases.json").write_text(json.dumps(results(one)))
     (folder / "scaling.json").write_text(json.dumps(results(case(auto=[0.1]), efficiency=0.1)))
     rows = [planner.measure(16, *next((k, *v) for k, v in planner.kinds(16).items()))]
-    kind, problems = next(iter(models.llama(layers=1).items()))
+    kind, problems = next(iter(planner.llama(layers=1).items()))
     weights = [planner.measure_fast_nics(kind, problems)]
     one, (ranks, problem) = next(iter(planner.multicasts().items()))
     multicasts = [planner.measure_fast_nics(one, [problem], ranks)]
-    fleet = models.Fleet(16, 16, experts=8)
-    mixture = planner.measure_fast_nics("16 to 16", models.mixture(fleet, layers=2), 32)
+    fleet = planner.Fleet(16, 16, experts=8)
+    mixture = planner.measure_fast_nics("16 to 16", planner.mixture(fleet, layers=2), 32)
     simulated = {"header": {"cores": 2}, "rows": rows, "weights": weights, "multicasts": multicasts}
     simulated["mixtures"] = [mixture]
     (folder / "planner.json").write_text(json.dumps(simulated))
-    assert publish.main() == 1, "one of the results must not be reported"
+    assert pages.publish(folder) == 1, "one of the results must not be reported"
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -187,29 +188,23 @@ def test_publish_writes_between_the_marks(tmp_path: Path, monkeypatch: pytest.Mo
 
     (folder / "scaling.json").unlink()
     written = page.read_text()
-    assert publish.main() == 0
-    assert publish.main() == 0
+    assert pages.publish(folder) == 0
+    assert pages.publish(folder) == 0
     assert "Not reported" in written
     assert "Not reported" not in page.read_text()
-
-
-def test_the_pages_have_their_marks() -> None:
-    for page in (publish._PAGE, publish._README):
-        begin, end = (page.read_text().find(publish._MARK.format(word)) for word in ("Begin", "End"))
-        assert 0 <= begin < end, page
 
 
 def test_publish_wants_its_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("no marks")
     with pytest.raises(SystemExit, match="marks"):
-        publish.replace(page, "{} of a table", "text")
+        harness.replace(page, "a table", "text")
     assert page.read_text() == "no marks"
 
 
 def test_results_are_kept_case_by_case(tmp_path: Path) -> None:
     out = tmp_path / "new" / "results.json"
-    book = main.Book({"cores": 2, "links": "emulated"}, out)
+    book = session.Book({"cores": 2, "links": "emulated"}, out)
     book.calibrated(GOOD)
     book.found(case(auto=[0.1, 0.1]))
     assert [one["name"] for one in json.loads(out.read_text())["cases"]] == ["n-to-m 1"]
@@ -235,7 +230,7 @@ def test_bad_options_are_refused(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
     with pytest.raises(SystemExit) as end:
-        main.parse()
+        session.parse()
     assert end.value.code == 2
     assert said in capsys.readouterr().err
 
@@ -244,7 +239,7 @@ def test_names_with_commas_are_separated_by_semicolons(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         sys, "argv", ["benchmarks", "--cases", "shards, 4 NICs;n-to-m 1,odd", "--methods", "all"]
     )
-    args = main.parse()
+    args = session.parse()
     assert args.cases == ["shards, 4 NICs", "n-to-m 1", "odd"]
     assert "gloo broadcasts" in args.methods
     assert "ScaLAPACK gemr2d" in args.methods

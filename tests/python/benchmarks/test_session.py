@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +14,8 @@ from meshcast.bench.cases import CASES, Case, find
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import session  # noqa: E402
 from benchmarks.cluster import Cluster, ClusterError, Loopback  # noqa: E402
+from benchmarks.reshard import session  # noqa: E402
 
 CALIBRATION = {"hosts": 4, "efficiency": 0.95, "slowest_all_at_once": 0.99}
 NAMES = ["n-to-m 1", "n-to-m 2", "n-to-m 3"]
@@ -33,36 +32,31 @@ class Unshaped(Loopback, Cluster):
 
 
 class Ranks:
-    """Plays the ranks: writes what worker.py would. breaks: (case, method) at which they fail."""
+    """Plays the ranks: reports what they would. breaks: (case, method) at which they fail."""
 
     def __init__(self, calibration: dict[str, Any], breaks: set[tuple[str, str]] = frozenset()) -> None:
         self.calibration, self.breaks = calibration, breaks
         self.jobs: list[dict[str, Any]] = []
 
-    def __call__(self, cluster, ranks_per_host, command, *, limit, progress):
+    def __call__(self, cluster, ranks_per_host, program, job, *, limit, heard, look):
         del limit
-        job = json.loads(Path(command[-1]).read_text())
+        assert program == "reshard.session:rank"
         self.jobs.append(job)
         topology = Topology.uniform(ranks_per_host, 0.25).to_json()
-        self._say(job, "calibration", self.calibration | {"topology": topology})
-        progress()
+        heard("calibration", self.calibration | {"topology": topology})
+        look()
         for name in job["cases"]:
             methods = [method for method in job["methods"] if method not in job["failed"].get(name, [])]
             for method in methods:
-                self._say(job, "begin", [name, method])
-                progress()
+                heard("begin", [name, method])
+                look()
                 if (name, method) in self.breaks:
                     raise ClusterError(f"rank 3 ended with status 1:\nValueError: {method} is broken")
-            self._say(job, "case", measured(name, methods))
-            progress()
+            heard("case", measured(name, methods))
+            look()
             assert Path(job["folder"], f"go {name}").exists()
         assert cluster.folder == Path(job["folder"])
         return ""
-
-    @staticmethod
-    def _say(job: dict[str, Any], kind: str, value: Any) -> None:
-        with Path(job["folder"], "results.jsonl").open("a") as file:
-            file.write(json.dumps({kind: value}) + "\n")
 
 
 def measured(name: str, methods: list[str]) -> dict[str, Any]:
@@ -103,7 +97,7 @@ def run(monkeypatch: pytest.MonkeyPatch):
         ranks: Ranks, peers: list[FakePeer], names: list[str] = NAMES, loopback: str = ""
     ) -> dict[str, Any]:
         found: dict[str, Any] = {"cases": [], "calibrations": [], "left_out": {}}
-        monkeypatch.setattr(session, "run_ranks", ranks)
+        monkeypatch.setattr(session, "run_job", ranks)
         monkeypatch.setattr(session, "Cluster", Unshaped)
         options = session.Options(
             ["auto", "send_recv", "a peer"], peers, 250.0, 0.3, 5, loopback, found["cases"].append,
@@ -206,15 +200,16 @@ def test_ranks_that_stand_still_are_found(run, monkeypatch: pytest.MonkeyPatch) 
     still = iter([True])
 
     class Standing(Ranks):
-        def __call__(self, cluster, ranks_per_host, command, *, limit, progress):
+        def __call__(self, cluster, ranks_per_host, program, job, *, limit, heard, look):
             if not next(still, False):
-                return super().__call__(cluster, ranks_per_host, command, limit=limit, progress=progress)
-            job = json.loads(Path(command[-1]).read_text())
+                return super().__call__(
+                    cluster, ranks_per_host, program, job, limit=limit, heard=heard, look=look
+                )
             topology = Topology.uniform(ranks_per_host, 0.25).to_json()
-            self._say(job, "calibration", CALIBRATION | {"topology": topology})
-            self._say(job, "begin", ["n-to-m 1", "auto"])
-            while True:  # ends by what progress raises
-                progress()
+            heard("calibration", CALIBRATION | {"topology": topology})
+            heard("begin", ["n-to-m 1", "auto"])
+            while True:  # ends by what look raises
+                look()
 
     found = run(Standing(CALIBRATION), [])
     assert "nothing was heard" in found["cases"][0]["failed"]["auto"]

@@ -13,8 +13,8 @@ from meshcast.base.progress import Progress
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.cluster import Loopback, run_ranks  # noqa: E402
-from benchmarks.steps import VARIABLE, follow, steps  # noqa: E402
+from benchmarks.cluster import VARIABLE, Loopback, follow, run_ranks  # noqa: E402
+from benchmarks.ranks import steps  # noqa: E402
 
 
 def test_rank_0_writes_it_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

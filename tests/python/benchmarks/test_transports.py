@@ -1,9 +1,8 @@
-"""The benchmark of transports without processes: tables, chart, rounds, what bench-check makes of them."""
+"""The benchmark of calls without processes: tables, chart, rounds, what bench-check makes of them."""
 
 from __future__ import annotations
 
 import io
-import json
 import sys
 import threading
 from pathlib import Path
@@ -16,10 +15,10 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import check  # noqa: E402
-from benchmarks.transports import __main__ as main  # noqa: E402
-from benchmarks.transports import chart, page, rank, rounds, worlds  # noqa: E402
-from benchmarks.transports.cases import SIZES, WAYS, Size, against, key_of, way_of  # noqa: E402
-from benchmarks.transports.messages import Buffers  # noqa: E402
+from benchmarks.calls import measure, page, rank, rounds, worlds  # noqa: E402
+from benchmarks.calls.cases import SIZES, WAYS, Size, against, key_of, way_of  # noqa: E402
+from benchmarks.calls.messages import Buffers  # noqa: E402
+from benchmarks.harness import Page  # noqa: E402
 
 SLOW = "not done within 90 s"
 OURS, GLOO, FRESH = "ucx/Resharder", "torch/gloo", "torch/gloo-fresh"
@@ -69,7 +68,7 @@ def results() -> dict[str, Any]:
 
 def test_tables_say_what_was_found_and_what_was_not() -> None:
     lines = page.text(results()).splitlines()
-    assert lines[0].startswith("`python -m benchmarks.transports`: commit c0ffee, 2 cores")
+    assert lines[0].startswith("`python -m benchmarks calls`: commit c0ffee, 2 cores")
     assert lines[0].endswith("7 rounds by turns. commux was not measured: undefined symbol.")
     assert "| Resharder | 50.0 | 2000 |" in lines
     assert "| Resharder | 100 | 4000 |" in lines, "CPU time"
@@ -126,11 +125,11 @@ def test_every_row_of_a_table_has_as_many_cells_as_its_head() -> None:
 
 
 def test_the_chart_is_the_same_for_the_same_figures(tmp_path: Path) -> None:
-    assert "meshcast, UCX" in check_chart(chart.draw, results, tmp_path)
+    assert "meshcast, UCX" in check_chart(page.draw, results, tmp_path)
 
 
 def test_the_committed_figures_are_those_of_the_page() -> None:
-    committed = json.loads((ROOT / "benchmarks/results/transports.json").read_text())
+    committed = page.PAGE.results
     assert page.text(committed) in (ROOT / "docs/transports.md").read_text()
     assert rounds.quotients(committed["sizes"])
 
@@ -210,14 +209,14 @@ def test_a_part_is_not_published(
     module.parent.mkdir(parents=True)
     module.touch()
     published: list[Any] = []
-    monkeypatch.setattr(main, "measure", lambda _: results())
-    monkeypatch.setattr(main, "publish", lambda *given: published.append(given))
+    monkeypatch.setattr(measure, "measure", lambda _: results())
+    monkeypatch.setattr(Page, "publish", lambda *given: published.append(given))
     monkeypatch.setattr(sys, "argv", ["transports"])
-    assert main.main() == 0
+    assert measure.main() == 0
     assert len(published) == 1, "the whole"
     words = options.replace("TREE", str(tmp_path)).replace("FILE", str(tmp_path / "found.json")).split()
     monkeypatch.setattr(sys, "argv", ["transports", *words])
-    assert main.main() == 0
+    assert measure.main() == 0
     assert len(published) == 1
     assert "### Between hosts, over TCP" in capsys.readouterr().out
 

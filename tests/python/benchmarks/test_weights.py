@@ -12,8 +12,8 @@ from benchmark_pages import check_chart, check_tables
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.weights import chart, page  # noqa: E402
-from benchmarks.weights.models import MODELS, shapes  # noqa: E402
+from benchmarks.weights import sync  # noqa: E402
+from benchmarks.weights.ways import MODELS, shapes  # noqa: E402
 
 MIB = 1 << 20
 
@@ -41,10 +41,10 @@ def results() -> dict[str, Any]:
 
 
 def test_tables_say_what_was_found() -> None:
-    lines = page.text(results()).splitlines()
-    assert lines[0].startswith("`python -m benchmarks.weights`: commit c0ffee, 2 cores")
+    lines = sync.text(results()).splitlines()
+    assert lines[0].startswith("`python -m benchmarks weights`: commit c0ffee, 2 cores")
     assert "### Llama" in lines
-    two, others, files = (next(line for line in lines if page.WAYS[each] in line) for each in
+    two, others, files = (next(line for line in lines if sync.NAMES[each] in line) for each in
                           ("two buffers", "broadcast", "files"))  # fmt: skip
     assert two.endswith("| 4.20 | 1.050 | 1.00 | 5.00 | 0.50 | 25% | 3 | 20 | 0 |")
     assert "| 40.00 | 10.000 | 9.52 |" in others
@@ -58,11 +58,11 @@ def test_tables_say_what_was_found() -> None:
 
 
 def test_every_row_of_a_table_has_as_many_cells_as_its_head() -> None:
-    check_tables(page.text(results()))
+    check_tables(sync.text(results()))
 
 
 def test_the_chart_is_the_same_for_the_same_figures(tmp_path: Path) -> None:
-    check_chart(chart.draw, results, tmp_path)
+    check_chart(sync.draw, results, tmp_path)
 
 
 def test_shapes_are_those_of_transformers() -> None:

@@ -14,7 +14,7 @@ from meshcast.tuning.search import Cut, uses_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks.partition.models import gpt, unet
+from benchmarks.pipeline.partition import gpt, unet
 
 pytestmark = pytest.mark.timeout(240)
 

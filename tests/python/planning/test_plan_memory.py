@@ -47,7 +47,7 @@ import torch
 from meshcast.planning.plan import plan_many
 
 sys.path.insert(0, sys.argv[1])
-from benchmarks.models import Fleet, llama, mixture
+from benchmarks.planner import Fleet, llama, mixture
 from meshcast import Topology
 
 if sys.argv[2] == "llama":

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import doc_blocks
 from doc_blocks import ROOT
 from meshcast import cli
+
+from benchmarks.__main__ import BENCHMARKS
 
 # Which test runs the programs of a page: all of them, as doc_blocks.programs lists them.
 RUN_BY = {
@@ -93,6 +96,7 @@ def test_every_command_is_there(page: str) -> None:
         ("make test NO_SUCH=1", "make has no variable NO_SUCH"),
         ("python -m meshcast plan --no-such 1", "no-such"),
         ("PYTHONPATH=python python -m benchmarks.no_such", "no module benchmarks.no_such"),
+        ("PYTHONPATH=python:. python -m benchmarks no_such", "no benchmark no_such"),
         ("torchrun --nproc-per-node 2 examples/no_such.py", "no file examples/no_such.py"),
         ("torchrun --nproc-per-node 2 examples/gpt/train.py --no-such", "no option --no-such"),
         ("pip install -r no_such.txt", "no file no_such.txt"),
@@ -151,8 +155,11 @@ def _of_python(words: list[str]) -> str:
         path = base.joinpath(*parts)
         if not path.with_suffix(".py").is_file() and not (path / "__main__.py").is_file():
             return f"no module {words[1]}"
-        if words[1] == "benchmarks.cluster" and "--" in words:
-            return obstacle(shlex.join(words[words.index("--") + 1 :]))
+        if words[1] == "benchmarks" and words[2:]:
+            if words[2] not in BENCHMARKS:
+                return f"no benchmark {words[2]}"
+            if words[2] == "cluster" and "--" in words:
+                return obstacle(shlex.join(words[words.index("--") + 1 :]))
         return ""
     if not words or words[0].startswith("-") or words[0] in OWN_FILES:
         return ""

@@ -1,0 +1,1 @@
+"""Jobs whose ranks fail, join, leave or become slower."""

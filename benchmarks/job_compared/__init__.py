@@ -1,1 +1,0 @@
-"""One training whose workers are killed, kept going in three ways: beside each other over time."""

@@ -1,1 +1,0 @@
-"""Cuts that `partition` proposes, measured beside obvious ones on an emulated cluster."""

@@ -1,1 +1,0 @@
-"""The state of a job whose ranks change, beside the least time that its bytes take."""
