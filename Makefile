@@ -39,7 +39,10 @@ VENV := .venv
 PY := $(abspath $(VENV)/bin/python)
 PIP := $(PY) -m pip install -q --disable-pip-version-check
 TORCH_STAMP := $(VENV)/.stamp-$(subst /,_,$(subst $() ,_,$(TORCH_SPEC)))
-CONFIGURE := -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix Makefiles"') \
+# Catch2 is installed or downloaded where C++ tests are asked for.
+FETCH_CATCH2 := OFF
+test test-all asan tsan: FETCH_CATCH2 := ON
+CONFIGURE = -DMESHCAST_FETCH_CATCH2=$(FETCH_CATCH2) -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix Makefiles"') \
              -DPython_EXECUTABLE=$(PY) -DMESHCAST_WERROR=$(WERROR) -DMESHCAST_UNITY=$(UNITY) -DMESHCAST_CUDA=$(MESHCAST_CUDA) \
              $(shell command -v ccache >/dev/null && echo -DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 # The lock serialises builds that several people or tools start in one tree.
@@ -56,7 +59,8 @@ help: ## this list
 # ---- set-up ----------------------------------------------------------------------------------------------
 
 $(VENV)/bin/python:
-	@PYTHON=$(PYTHON) tools/check_host.sh
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { echo "meshcast: $(PYTHON) is not there or too old: install Python 3.10 or newer, or name it with make PYTHON=/path/to/python." >&2; exit 1; }
+	@$(PYTHON) tools/build_tools.py
 	@echo "Making the environment $(VENV) with $$($(PYTHON) --version) ..."
 	@$(PYTHON) -m venv $(VENV)
 
@@ -158,11 +162,10 @@ simulate-mutants: $(VENV)/.stamp-build ## whether the simulation notices faults 
 	@$(PY) tests/simulation/mutants.py --jobs $(JOBS)
 
 asan tsan: $(VENV)/.stamp-build ## C++ tests under sanitizers of addresses, and of threads
-	@mkdir -p build && tools/ensure_catch2.sh
+	@mkdir -p build
 	@$(LOCK) cmake --preset $@ $(CONFIGURE) >build/configure-$@.log 2>&1 || { cat build/configure-$@.log; exit 1; }
 	$(LOCK) cmake --build build/$@ -j$(JOBS) --target meshcast_tests meshcast_simulate
-	build/$@/meshcast_tests
-	build/$@/meshcast_simulate --programs 5000 --jobs $(JOBS)
+	ctest --preset $@
 
 # Ranks that fail at every moment, FAULT_SECONDS of it, then refused calls and ways to end, as many in proportion.
 test-faults: build faults $(VENV)/.stamp-dev ## ranks that fail at every moment, for FAULT_SECONDS
@@ -198,7 +201,8 @@ bench-e2e: build $(VENV)/.stamp-dev ## benchmarks of whole trainings, for docs/e
 # ---- documents -------------------------------------------------------------------------------------------
 
 docs: build $(VENV)/.stamp-docs ## the site, in build/docs/html; it needs no network, and warnings are errors
-	@PY=$(PY) JOBS=$(JOBS) tools/build_docs.sh build/docs
+	@rm -rf build/docs
+	@$(PY) -m sphinx -q -W --keep-going -j $(JOBS) -c docs -d build/docs/doctrees . build/docs/html
 
 # ---- style -----------------------------------------------------------------------------------------------
 
