@@ -5,14 +5,10 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
-
 import doc_blocks
+import pytest
 from doc_blocks import ROOT
 from meshcast import cli
 
