@@ -1,7 +1,7 @@
-"""What a build needs and where it is; by hand, since no build tool finds the torch that pip's build environment hides.
+"""What a build needs and where it is; no build tool finds the torch that pip's build environment hides.
 
-setup.py and the build back end ask here for torch, cmake and a compiler. `make` runs this file before it downloads
-anything. What is missing ends the build with one sentence that says what to do, before anything is compiled.
+setup.py and the build back end ask here for torch, cmake and a compiler. `make` runs this file before it
+downloads anything. What is missing ends the build with one sentence that says what to do.
 """
 
 from __future__ import annotations

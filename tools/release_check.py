@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from trees import ROOT
+ROOT = Path(__file__).resolve().parent.parent
 
 RELEASE = re.compile(r"^\d+\.\d+\.\d+$")
 

@@ -3,7 +3,7 @@
 In each way the same ranks are killed with SIGKILL, right after the same steps: meshcast.elastic.run on stages
 of 2 and 3 ranks; torchrun with the same stages, which starts all ranks anew from a checkpoint; and torchft,
 which has the whole model on each rank. torchft needs an environment of its own:
-`python tools/clients.py --clients torchft --install`. Writes benchmarks/results/job_compared.json, the chart
+`make test-clients CLIENTS=torchft`. Writes benchmarks/results/job_compared.json, the chart
 and the table of docs/elastic.md; takes about four minutes, with nothing else running.
 """
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..machine import ROOT
 
-_TORCHFT = ROOT / "build/clients/torchft/bin/python"
+_TORCHFT = ROOT / ".nox/clients-torchft/bin/python"
 _HERE = Path(__file__).parent
 
 
@@ -66,7 +66,7 @@ def _torchft(options: argparse.Namespace, metrics: Path, checkpoint: Path) -> li
 def _no_torchft() -> str:
     if _TORCHFT.exists():
         return ""
-    return "it is not installed: python tools/clients.py --clients torchft --install makes its environment"
+    return "it is not installed: make test-clients CLIENTS=torchft makes its environment"
 
 
 WAYS = [
