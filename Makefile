@@ -15,7 +15,7 @@
 #   SIMULATE_SECONDS how long `make simulate` draws programs             default 600, and 100,000 programs at least
 #   SIMULATE_SEED    the first of its seeds                              default 1
 #   FAULT_SECONDS    how long `make test-faults` makes ranks fail        default 1800
-#   LINT             one check of `make lint` alone, e.g. LINT=mypy      default all of .pre-commit-config.yaml
+#   HOOK             one check of `make lint` alone, e.g. HOOK=mypy      default all of .pre-commit-config.yaml
 #   PYTEST_ARGS      more arguments for pytest, e.g. PYTEST_ARGS="-k halo"
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -26,7 +26,7 @@ WERROR ?= OFF
 UNITY ?= ON
 MESHCAST_CUDA ?= AUTO
 PYTEST_ARGS ?=
-LINT ?=
+HOOK ?=
 MATRIX ?=
 CLIENTS ?=
 WHEELS ?=
@@ -219,7 +219,7 @@ metrics: build $(VENV)/.stamp-dev ## print the table of docs/design.md
 	@PYTHONPATH=$(CURDIR)/python $(PY) tools/metrics.py
 
 lint: $(VENV)/.stamp-build $(VENV)/.stamp-lint ## style, types, layers and clang-tidy; .pre-commit-config.yaml has the list
-	@PRE_COMMIT_HOME=$(CURDIR)/build/pre-commit JOBS=$(JOBS) $(PY) -m pre_commit run --all-files --hook-stage manual $(LINT)
+	@PRE_COMMIT_HOME=$(CURDIR)/build/pre-commit JOBS=$(JOBS) $(PY) -m pre_commit run --all-files --hook-stage manual $(HOOK)
 
 # clang-tidy over what needs no torch; with the analyzer each source by itself.
 tidy: PRESET := lint

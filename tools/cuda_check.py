@@ -1,4 +1,6 @@
-"""The step "import" of on_gpu.py: imports, a reshard between CPU ranks, the list of kernels.
+"""The step "import" of on_gpu.py, before pytest can run; no tool checks the list that cuobjdump prints.
+
+It imports the package, reshards between CPU ranks and lists the kernels.
 
 The package to check is on PYTHONPATH. Exit status 1 where something is not as it must be.
 """

@@ -1,4 +1,4 @@
-"""Says whether version, changelog, documents, tag and wheels of a release agree.
+"""Says whether version, changelog, documents, tag and wheels of a release agree; twine reads metadata alone.
 
 python tools/release_check.py [--wheels dist/wheels] [--tree PATH]
 
