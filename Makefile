@@ -226,7 +226,7 @@ tidy: PRESET := lint
 analyze: PRESET := analyze
 tidy analyze: $(VENV)/.stamp-build $(VENV)/.stamp-lint ## clang-tidy, as a part of lint; clang's analyzer, source by source: minutes
 	@mkdir -p build
-	@$(LOCK) cmake --preset $(PRESET) $(CONFIGURE) -DMESHCAST_UNITY=$(if $(filter lint,$(PRESET)),ON,OFF) -DMESHCAST_CLANG_TIDY=$(abspath $(VENV)/bin/clang-tidy) >build/$(PRESET).log 2>&1 || { cat build/$(PRESET).log; exit 1; }
+	@$(LOCK) cmake --preset $(PRESET) $(CONFIGURE) -DMESHCAST_WERROR=OFF -DMESHCAST_UNITY=$(if $(filter lint,$(PRESET)),ON,OFF) -DMESHCAST_CLANG_TIDY=$(abspath $(VENV)/bin/clang-tidy) >build/$(PRESET).log 2>&1 || { cat build/$(PRESET).log; exit 1; }
 	@$(LOCK) cmake --build build/$(PRESET) -j$(JOBS) --target meshcast_core meshcast_ucx >>build/$(PRESET).log 2>&1 || { grep -vE '^\[|Building CXX' build/$(PRESET).log; exit 1; }
 
 format: $(VENV)/.stamp-lint ## format Python and C++
