@@ -20,7 +20,6 @@ import nox
 from nox.command import CommandFailed
 
 ROOT = Path(__file__).resolve().parent
-nox.options.default_venv_backend = "venv"
 nox.options.error_on_missing_interpreters = True
 nox.options.sessions = []
 

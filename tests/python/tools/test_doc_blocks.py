@@ -93,6 +93,7 @@ def test_every_command_is_there(page: str) -> None:
         ("torchrun --nproc-per-node 2 examples/gpt/train.py --no-such", "no option --no-such"),
         ("pip install -r no_such.txt", "no file no_such.txt"),
         ("build/release/meshcast_tests '[no such]'", "no test"),
+        ("VARIABLE=1 pytest tests/no_such.py", "no file tests/no_such.py"),
         ("no-such-program", "unknown program no-such-program"),
     ],
 )
@@ -110,7 +111,7 @@ def obstacle(command: str) -> str:
     program, rest = Path(words[0]).name, words[1:]
     if program == "make":
         return _of_make(rest)
-    if program in ("python", "python3"):
+    if program in ("python", "python3", "pytest"):
         return _of_python(rest)
     if program == "torchrun":
         while rest and rest[0].startswith("-") and rest[0] != "-m":

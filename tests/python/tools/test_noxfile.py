@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 pytest.importorskip("nox", reason="needs requirements-dev.txt")
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def session(tree: Path, *words: str, **env: str) -> tuple[int, str]:
         check=False,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     return done.returncode, done.stdout + done.stderr
 
