@@ -57,6 +57,10 @@ def test_no_comment_hides_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     python, bash = doc_blocks.blocks("page.md")
     assert (python.mark, bash.mark) == ("", "sketch: why")
     assert doc_blocks.programs("page.md") == [python]
+    (tmp_path / "page.md").write_text("<!-- output -->\n\nProse.\n\n```\nmake\n```\n")
+    assert [block.mark for block in doc_blocks.blocks("page.md")] == [""], (
+        "the comment is not the line before"
+    )
 
 
 def test_a_name_from_nowhere_is_found() -> None:
