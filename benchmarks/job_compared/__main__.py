@@ -3,8 +3,8 @@
 In each way the same ranks are killed with SIGKILL, right after the same steps: meshcast.elastic.run on stages
 of 2 and 3 ranks; torchrun with the same stages, which starts all ranks anew from a checkpoint; and torchft,
 which has the whole model on each rank. torchft needs an environment of its own:
-`make test-clients CLIENTS=torchft`. Writes benchmarks/results/job_compared.json, the chart
-and the table of docs/elastic.md; takes about four minutes, with nothing else running.
+`make test-clients CLIENTS=torchft`. Writes benchmarks/results/job_compared.json, the chart and the table of
+docs/elastic.md; takes about four minutes, with nothing else running.
 """
 
 from __future__ import annotations
