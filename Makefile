@@ -9,12 +9,13 @@
 #   FUZZ_SECONDS     how long each fuzz target runs                     default 60
 #   FUZZ_SEED        which inputs it tries                              default 0, a random one
 #   FUZZ_RUNS        inputs for the planner instead of a time            default 0, as many as the time allows
-#   WHEELS           wheels to build, e.g. WHEELS="2.15.0:3.13:cpu"      default those of tools/wheels.py
-#   MATRIX           pairs for test-matrix, e.g. MATRIX="2.15.0:3.13"     default those of tools/matrix.py
+#   WHEELS           wheels to build, e.g. WHEELS="2.15.0:3.13:cpu"      default those of noxfile.py
+#   MATRIX           pairs for test-matrix, e.g. MATRIX="2.15.0:3.13"     default those of noxfile.py
 #   CLIENTS          packages for test-clients, e.g. CLIENTS="torchft"   default all
 #   SIMULATE_SECONDS how long `make simulate` draws programs             default 600, and 100,000 programs at least
 #   SIMULATE_SEED    the first of its seeds                              default 1
 #   FAULT_SECONDS    how long `make test-faults` makes ranks fail        default 1800
+#   HOOK             one check of `make lint` alone, e.g. HOOK=mypy      default all of .pre-commit-config.yaml
 #   PYTEST_ARGS      more arguments for pytest, e.g. PYTEST_ARGS="-k halo"
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -25,6 +26,7 @@ WERROR ?= OFF
 UNITY ?= ON
 MESHCAST_CUDA ?= AUTO
 PYTEST_ARGS ?=
+HOOK ?=
 MATRIX ?=
 CLIENTS ?=
 WHEELS ?=
@@ -38,15 +40,19 @@ SIMULATE_SEED ?= 1
 VENV := .venv
 PY := $(abspath $(VENV)/bin/python)
 PIP := $(PY) -m pip install -q --disable-pip-version-check
+NOX := $(PY) -m nox
 TORCH_STAMP := $(VENV)/.stamp-$(subst /,_,$(subst $() ,_,$(TORCH_SPEC)))
-CONFIGURE := -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix Makefiles"') \
+# Catch2 is installed or downloaded where C++ tests are asked for.
+FETCH_CATCH2 := OFF
+test test-all asan tsan: FETCH_CATCH2 := ON
+CONFIGURE = -DMESHCAST_FETCH_CATCH2=$(FETCH_CATCH2) -G $(shell command -v ninja >/dev/null && echo Ninja || echo '"Unix Makefiles"') \
              -DPython_EXECUTABLE=$(PY) -DMESHCAST_WERROR=$(WERROR) -DMESHCAST_UNITY=$(UNITY) -DMESHCAST_CUDA=$(MESHCAST_CUDA) \
              $(shell command -v ccache >/dev/null && echo -DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 # The lock serialises builds that several people or tools start in one tree.
 LOCK := flock build/.lock
 
 .DEFAULT_GOAL := build
-.PHONY: build faults cuda-check on-gpu demo demo-long test test-all test-faults simulate simulate-mutants test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint analyze metrics format asan tsan clean configure help
+.PHONY: build faults cuda-check on-gpu demo demo-long test test-all test-faults simulate simulate-mutants test-matrix test-newest test-clients wheels release-check bench bench-all bench-check bench-pipeline bench-e2e docs fuzz lint tidy analyze metrics format asan tsan clean configure help
 
 help: ## this list
 	@echo "make TARGET [VARIABLE=value ...]"; echo; echo "Targets:"
@@ -56,7 +62,8 @@ help: ## this list
 # ---- set-up ----------------------------------------------------------------------------------------------
 
 $(VENV)/bin/python:
-	@PYTHON=$(PYTHON) tools/check_host.sh
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { echo "meshcast: $(PYTHON) is not there or too old: install Python 3.10 or newer, or name it with make PYTHON=/path/to/python." >&2; exit 1; }
+	@$(PYTHON) tools/build_tools.py
 	@echo "Making the environment $(VENV) with $$($(PYTHON) --version) ..."
 	@$(PYTHON) -m venv $(VENV)
 
@@ -95,6 +102,12 @@ $(VENV)/.stamp-fuzz: requirements-fuzz.txt $(VENV)/.stamp-dev
 	@$(PIP) -r requirements-fuzz.txt
 	@touch $@
 
+# The sessions of noxfile.py install torch themselves.
+$(VENV)/.stamp-nox: requirements-dev.txt | $(VENV)/bin/python
+	@echo "Installing nox ..."
+	@$(PIP) "$$(grep '^nox' requirements-dev.txt)"
+	@touch $@
+
 $(VENV)/.stamp-docs: requirements-docs.txt $(TORCH_STAMP)
 	@echo "Installing what requirements-docs.txt names ..."
 	@$(PIP) -r requirements-docs.txt
@@ -122,10 +135,10 @@ faults: $(VENV)/.stamp-build ## _C with fault points, for tests alone, in build/
 on-gpu: ## on a machine with a GPU: build with CUDA, test and measure all that was written for it (ON_GPU_ARGS=--dry: without one)
 	@tools/on_gpu.sh $(ON_GPU_ARGS)
 
-# The same dry, with CUDA's torch in an environment of its own, .venv-cuda (5 GB). CUDA_CHECK_ARGS=--if-possible lets
+# The same dry, with CUDA's torch in an environment of its own, .nox/cuda (5 GB). CUDA_CHECK_ARGS=--if-possible lets
 # it pass where that torch cannot be had.
-cuda-check: ## build with CUDA without a GPU, in .venv-cuda (5 GB; CUDA_CHECK_ARGS=--if-possible passes where that cannot be had)
-	@PYTHON=$(PYTHON) JOBS=$(JOBS) WERROR=$(WERROR) tools/cuda_check.sh $(CUDA_CHECK_ARGS)
+cuda-check: $(VENV)/.stamp-nox ## build with CUDA without a GPU, in .nox/cuda (5 GB; CUDA_CHECK_ARGS=--if-possible passes where that cannot be had)
+	@JOBS=$(JOBS) WERROR=$(WERROR) $(NOX) -s cuda -- $(CUDA_CHECK_ARGS)
 
 # ---- test ------------------------------------------------------------------------------------------------
 
@@ -135,17 +148,17 @@ test: build $(VENV)/.stamp-dev ## C++ tests, then pytest without its slow tests
 test-all: build faults $(VENV)/.stamp-hf $(VENV)/.stamp-docs asan tsan analyze ## all tests, sanitizers and analyzer: about an hour
 	@PY=$(PY) JOBS=$(JOBS) tools/run_tests.sh all $(PYTEST_ARGS)
 
-test-matrix: ## `make test` under several releases of torch and Python (MATRIX)
-	$(PYTHON) tools/matrix.py $(if $(MATRIX),--pairs "$(MATRIX)")
+test-matrix: $(VENV)/.stamp-nox ## `make test` under several releases of torch and Python (MATRIX)
+	@MATRIX="$(MATRIX)" $(NOX) -s matrix -- $(MATRIX_ARGS)
 
-test-newest: ## ten minutes of the tests with the newest torch
-	@$(PYTHON) tools/matrix.py --newest
+test-newest: $(VENV)/.stamp-nox ## ten minutes of the tests with the newest torch
+	@JOBS=$(JOBS) $(NOX) -s newest
 
-test-clients: build $(VENV)/.stamp-dev ## tests of packages that use meshcast, each in an environment of its own (CLIENTS)
-	@TORCH_SPEC="$(TORCH_SPEC)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" $(PY) tools/clients.py $(if $(CLIENTS),--clients "$(CLIENTS)") $(PYTEST_ARGS)
+test-clients: build $(VENV)/.stamp-nox ## tests of packages that use meshcast, each in an environment of its own (CLIENTS)
+	@CLIENTS="$(CLIENTS)" TORCH_SPEC="$(TORCH_SPEC)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" $(NOX) -s clients -- $(PYTEST_ARGS)
 
-wheels: ## build wheels and try each in a fresh environment (WHEELS)
-	$(PYTHON) tools/wheels.py $(if $(WHEELS),--wheels "$(WHEELS)")
+wheels: $(VENV)/.stamp-nox ## build wheels and try each in a fresh environment (WHEELS)
+	@WHEELS="$(WHEELS)" $(NOX) -s wheels
 
 release-check: ## whether version, changelog, documents, tag and wheels agree
 	@$(PYTHON) tools/release_check.py
@@ -158,11 +171,10 @@ simulate-mutants: $(VENV)/.stamp-build ## whether the simulation notices faults 
 	@$(PY) tests/simulation/mutants.py --jobs $(JOBS)
 
 asan tsan: $(VENV)/.stamp-build ## C++ tests under sanitizers of addresses, and of threads
-	@mkdir -p build && tools/ensure_catch2.sh
+	@mkdir -p build
 	@$(LOCK) cmake --preset $@ $(CONFIGURE) >build/configure-$@.log 2>&1 || { cat build/configure-$@.log; exit 1; }
 	$(LOCK) cmake --build build/$@ -j$(JOBS) --target meshcast_tests meshcast_simulate
-	build/$@/meshcast_tests
-	build/$@/meshcast_simulate --programs 5000 --jobs $(JOBS)
+	ctest --preset $@
 
 # Ranks that fail at every moment, FAULT_SECONDS of it, then refused calls and ways to end, as many in proportion.
 test-faults: build faults $(VENV)/.stamp-dev ## ranks that fail at every moment, for FAULT_SECONDS
@@ -198,18 +210,24 @@ bench-e2e: build $(VENV)/.stamp-dev ## benchmarks of whole trainings, for docs/e
 # ---- documents -------------------------------------------------------------------------------------------
 
 docs: build $(VENV)/.stamp-docs ## the site, in build/docs/html; it needs no network, and warnings are errors
-	@PY=$(PY) JOBS=$(JOBS) tools/build_docs.sh build/docs
+	@rm -rf build/docs
+	@$(PY) -m sphinx -q -W --keep-going -j $(JOBS) -c docs -d build/docs/doctrees . build/docs/html
 
 # ---- style -----------------------------------------------------------------------------------------------
 
 metrics: build $(VENV)/.stamp-dev ## print the table of docs/design.md
 	@PYTHONPATH=$(CURDIR)/python $(PY) tools/metrics.py
 
-lint: configure $(VENV)/.stamp-lint ## style, types, layers and clang-tidy
-	@$(PY) tools/lint.py --jobs $(JOBS)
+lint: $(VENV)/.stamp-build $(VENV)/.stamp-lint ## style, types, layers and clang-tidy; .pre-commit-config.yaml has the list
+	@PRE_COMMIT_HOME=$(CURDIR)/build/pre-commit JOBS=$(JOBS) $(PY) -m pre_commit run --all-files --hook-stage manual $(HOOK)
 
-analyze: configure $(VENV)/.stamp-lint ## clang's analyzer, source by source: minutes
-	@$(PY) tools/lint.py --jobs $(JOBS) --only analyzer
+# clang-tidy over what needs no torch; with the analyzer each source by itself.
+tidy: PRESET := lint
+analyze: PRESET := analyze
+tidy analyze: $(VENV)/.stamp-build $(VENV)/.stamp-lint ## clang-tidy, as a part of lint; clang's analyzer, source by source: minutes
+	@mkdir -p build
+	@$(LOCK) cmake --preset $(PRESET) $(CONFIGURE) -DMESHCAST_WERROR=OFF -DMESHCAST_UNITY=$(if $(filter lint,$(PRESET)),ON,OFF) -DMESHCAST_CLANG_TIDY=$(abspath $(VENV)/bin/clang-tidy) >build/$(PRESET).log 2>&1 || { cat build/$(PRESET).log; exit 1; }
+	@$(LOCK) cmake --build build/$(PRESET) -j$(JOBS) --target meshcast_core meshcast_ucx >>build/$(PRESET).log 2>&1 || { grep -vE '^\[|Building CXX' build/$(PRESET).log; exit 1; }
 
 format: $(VENV)/.stamp-lint ## format Python and C++
 	$(VENV)/bin/ruff check --fix-only -q . ; $(VENV)/bin/ruff format -q .

@@ -44,7 +44,7 @@ exclude_patterns = sorted(
 )
 
 myst_heading_anchors = 4
-# Notebooks have what they printed: tools/tutorials.py runs them.
+# Notebooks have what they printed: tests/multiproc/test_tutorials.py runs them.
 nb_execution_mode = "off"
 highlight_language = "none"
 

@@ -1,6 +1,7 @@
-"""What a build needs and where it is: torch, cmake, a compiler. setup.py and the build back end ask here.
+"""What a build needs and where it is; no build tool finds the torch that pip's build environment hides.
 
-Whatever is missing ends the build with one sentence that says what to do, before anything is compiled.
+setup.py and the build back end ask here for torch, cmake and a compiler. `make` runs this file before it
+downloads anything. What is missing ends the build with one sentence that says what to do.
 """
 
 from __future__ import annotations
@@ -129,3 +130,18 @@ def require_writable(folder: Path) -> None:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(there, os.W_OK):
         stop(f"{there} cannot be written by this user: build in a copy of the sources, or as another user.")
+
+
+def main() -> None:
+    """Check for `make` what the interpreter that makes its environment, and the machine, have to have."""
+    require_python(Path(sysconfig.get_path("include")))
+    if any(importlib.util.find_spec(name) is None for name in ("ensurepip", "venv")):
+        stop(
+            f"{sys.executable} cannot make virtual environments: install its venv module (on Debian: apt-get "
+            "install python3-venv)."
+        )
+    require_tools()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,7 @@
-"""Refuses wide lines of prose in the documents, words for which CONTRIBUTING.md has plainer ones in the
-documents, the docstrings, comments and texts of the package, and docstrings that begin as an answer does.
+"""Refuses wide prose and words with plainer ones; codespell knows no phrases, Markdown linters no tables.
+
+Wide lines are looked for in the documents, words of CONTRIBUTING.md's table also in the docstrings, comments
+and texts of the package, and docstrings that begin as an answer does in the package.
 
 python tools/check_docs.py [width | words | docstrings]
 

@@ -1,8 +1,8 @@
-"""Checks that imports go one way: each layer uses what lies below it and nothing above.
+"""Checks that imports go one way; by hand: import-linter knows no C++, no `_C.pyi` and no lengths of chains.
 
-The layers and why they are these: docs/design.md. Imports are read from the sources, Python by its syntax
-tree and C++ by its includes. Those inside functions and under TYPE_CHECKING count too: a reader must know
-what they name.
+Each layer uses what lies below it and nothing above. The layers and why they are these: docs/design.md.
+Imports are read from the sources, Python by its syntax tree and C++ by its includes. Those inside functions
+and under TYPE_CHECKING count too: a reader must know what they name.
 Exit status 1 for an import that goes up, a circle, a private name of another package, and a class name that
 stands twice in python/meshcast; also where there are more files, or longer chains of imports, than before.
 """
@@ -14,7 +14,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,52 +133,37 @@ def cpp_graph() -> Graph:
     return {name: set(INCLUDE.findall(path.read_text())) for name, path in cpp_files().items()}
 
 
+def condensed(graph: Graph) -> tuple[Graph, dict[str, list[str]]]:
+    """The graph with every circle as one node, and the members of each node. A circle: two or more nodes that
+    reach each other; its node has the name of its first member."""
+    members = {node: [node] for node in graph}
+    while True:
+        try:
+            TopologicalSorter(graph).prepare()
+            return graph, members
+        except CycleError as error:
+            circle = set(error.args[1])
+            first = min(circle)
+            members[first] = sorted(each for node in circle for each in members.pop(node))
+            folded: dict[str, set[str]] = defaultdict(set)
+            for node, targets in graph.items():
+                name = first if node in circle else node
+                folded[name] |= {first if other in circle else other for other in targets} - {name}
+            graph = dict(folded)
+
+
 def circles(graph: Graph) -> list[list[str]]:
-    """Groups of two or more nodes that reach each other (strongly connected components, Tarjan 1972)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(node: str) -> None:
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        for other in sorted(graph.get(node, ())):
-            if other not in index:
-                visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], index[other])
-        if low[node] == index[node]:
-            members = []
-            while True:
-                members.append(stack.pop())
-                if members[-1] == node:
-                    break
-            if len(members) > 1:
-                found.append(sorted(members))
-
-    for node in sorted(graph):
-        if node not in index:
-            visit(node)
-    return found
+    return [each for each in condensed(graph)[1].values() if len(each) > 1]
 
 
 def longest_chain(graph: Graph, nodes: Iterable[str]) -> list[str]:
     """The longest path of imports among `nodes`, the importing end first; circles count as one step each."""
     inside = set(nodes)
-    home = {node: min(circle) for circle in circles(graph) for node in circle}
-    folded: Graph = {}
-    for node in inside:
-        targets = {home.get(other, other) for other in graph.get(node, ()) if other in inside}
-        folded.setdefault(home.get(node, node), set()).update(targets - {home.get(node, node)})
-
-    @cache
-    def longest(node: str) -> list[str]:
-        chains = [longest(other) for other in sorted(folded[node])]
-        return [node, *max(chains, key=len, default=[])]
-
-    return max([longest(node) for node in sorted(folded)], key=len, default=[])
+    graph, _ = condensed({node: graph.get(node, set()) & inside for node in inside})
+    chains: dict[str, list[str]] = {}
+    for node in TopologicalSorter(graph).static_order():
+        chains[node] = [node, *max((chains[other] for other in sorted(graph[node])), key=len, default=[])]
+    return max((chains[node] for node in sorted(chains)), key=len, default=[])
 
 
 def python_layer(module: str) -> str:

@@ -1,10 +1,13 @@
-"""The step "import" of on_gpu.py: imports, a reshard between CPU ranks, the list of kernels.
+"""The step "import" of on_gpu.py, before pytest can run; no tool checks the list that cuobjdump prints.
+
+It imports the package, reshards between CPU ranks and lists the kernels.
 
 The package to check is on PYTHONPATH. Exit status 1 where something is not as it must be.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -124,13 +127,14 @@ def kernels(module: Path, program: str) -> dict[str, dict[str, tuple[int, int]]]
 
 def main() -> None:
     import meshcast
-    import meshcast._build_info as _build_info
     import torch
     from meshcast import _C
 
+    info = importlib.import_module("meshcast._build_info")  # written by the build
+
     with_cuda = torch.version.cuda is not None
-    if with_cuda != _build_info.with_cuda or with_cuda != hasattr(_C, "cuda"):
-        sys.exit(f"cuda-check: torch {torch.__version__}, and with CUDA code: {_build_info.with_cuda}")
+    if with_cuda != info.with_cuda or with_cuda != hasattr(_C, "cuda"):
+        sys.exit(f"cuda-check: torch {torch.__version__}, and with CUDA code: {info.with_cuda}")
     print(f"cuda-check: import of meshcast {meshcast.__version__} under torch {torch.__version__}: ok")
     if with_cuda:
         print(f"cuda-check: NCCL {_C.nccl_version()} loads: ok")

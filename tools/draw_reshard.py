@@ -1,4 +1,6 @@
-"""Draws the README's picture: who holds what before and after a reshard, and the chains in between.
+"""Draws the README's picture from a plan, with matplotlib; tools that draw graphs know no shards.
+
+It shows who holds what before and after a reshard, and the chains in between.
 
 python tools/draw_reshard.py docs/images/reshard.svg
 """

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Fuzzes what reads input that nobody vouches for, SECONDS each: text (atheris) and the planner (libFuzzer with
-# ASan and UBSan, where clang is installed).
+# Fuzzes what reads input that no one has checked, SECONDS each: no runner does so for atheris and for libFuzzer.
+# Text (atheris), and the planner (libFuzzer with ASan and UBSan, where clang is installed).
 #   fuzz.sh SECONDS [SEED [RUNS]]
 # PY: interpreter with meshcast and atheris. Seed 0: a random one. RUNS: so many inputs for the planner instead of
 # as many as the time allows. The same seed does not give libFuzzer the same inputs again.
@@ -8,7 +8,7 @@ set -eu
 seconds=$1
 seed=${2:-0}
 runs=${3:-0}
-py=${PY:-.venv/bin/python}
+py=${PY:-$PWD/.venv/bin/python}
 mkdir -p build/fuzz
 
 echo "fuzz: layouts, topologies and plans as text, $seconds s"
@@ -23,9 +23,10 @@ if [ -z "$clang" ] || ! echo 'extern "C" int LLVMFuzzerTestOneInput(const unsign
   echo "fuzz: the planner NOT RUN: no clang++ with libFuzzer (on Debian: apt-get install clang)"
   exit 0
 fi
-# Not part of the CMake build, whose compiler need not be clang.
-fmt=$("$py" -c 'import os, torch; print(os.path.join(os.path.dirname(torch.__file__), "include"))')
-make -s -j"${JOBS:-2}" -f tools/fuzz.mk CXX="$clang" FMT="$fmt"
+{ cmake --preset fuzz -DCMAKE_CXX_COMPILER="$clang" -DPython_EXECUTABLE="$py" &&
+  cmake --build build/fuzz/cmake -j"${JOBS:-2}" --target plan_fuzz; } >build/fuzz/build.log 2>&1 ||
+  { tail -n 60 build/fuzz/build.log; exit 1; }
+plan_fuzz=build/fuzz/cmake/plan_fuzz
 limit=(-max_total_time="$seconds")
 [ "$runs" = 0 ] || limit=(-runs="$runs")
 echo "fuzz: the planner, ${limit[0]#-}"
@@ -34,7 +35,7 @@ corpus=build/fuzz/corpus
 [ "$seed" = 0 ] || { corpus=build/fuzz/corpus-$seed; rm -rf "$corpus"; }
 mkdir -p "$corpus"
 # What once broke a promise is tried first.
-build/fuzz/plan_fuzz tests/fuzz/found/* >build/fuzz/plan.log 2>&1 || { tail -n 60 build/fuzz/plan.log; exit 1; }
-build/fuzz/plan_fuzz "${limit[@]}" -seed="$seed" -timeout=300 -rss_limit_mb=4096 -max_len=512 \
+$plan_fuzz tests/fuzz/found/* >build/fuzz/plan.log 2>&1 || { tail -n 60 build/fuzz/plan.log; exit 1; }
+$plan_fuzz "${limit[@]}" -seed="$seed" -timeout=300 -rss_limit_mb=4096 -max_len=512 \
   -artifact_prefix=build/fuzz/ "$corpus" >build/fuzz/plan.log 2>&1 || { tail -n 60 build/fuzz/plan.log; exit 1; }
 grep -E "^Done" build/fuzz/plan.log

@@ -1,4 +1,6 @@
-"""Prints how large the tree is and how it hangs together, as the table of docs/design.md.
+"""Prints how large the tree is and how it hangs together; counters of lines know no layers, follow no call.
+
+It is the table of docs/design.md.
 
 python tools/metrics.py, or `make metrics`, which builds what it needs. Two ranks make two calls of reshard()
 of one kind: the files that these enter are counted, and a call goes upward where its file belongs to a higher

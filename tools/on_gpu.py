@@ -1,4 +1,6 @@
-"""Builds, tests and measures what was written for GPUs, step by step, and continues after a failure.
+"""Builds, tests and measures what was written for GPUs; no runner of CI is on the machines that have one.
+
+Steps run one after another, also after a failure.
 
 tools/on_gpu.sh [--dry] [--list] [--from STEP] [--only STEP ...] [--within SECONDS] [--shared]
                 [--out FILE.json] [--commit NAME] [--publish FILE.json]

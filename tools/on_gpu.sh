@@ -1,5 +1,5 @@
 #!/bin/bash
-# Everything that was written for GPUs, run on the machine that this runs on: built, tested, measured.
+# Builds, tests and measures everything that was written for GPUs, with a Python that no tool has prepared.
 #   tools/on_gpu.sh [--dry] [--from STEP] [--only STEP ...] [--within SECONDS] [--out FILE.json]      (--help: all)
 # It needs a python3 whose torch has CUDA, nvcc, cmake and pytest, and no network. --dry runs every step as far as it
 # goes without a GPU; where python3 has no torch, in the environment of `make test`, which it makes if need be.

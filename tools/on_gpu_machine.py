@@ -1,4 +1,4 @@
-"""What on_gpu.py has to know of the machine before it builds, and the sentence that stops it there."""
+"""The machine before on_gpu.py builds; torch.utils.collect_env lists it, and does not say what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says whether version, changelog, documents, tag and wheels of a release agree.
+"""Says whether version, changelog, documents, tag and wheels of a release agree; twine reads metadata alone.
 
 python tools/release_check.py [--wheels dist/wheels] [--tree PATH]
 
@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from trees import ROOT
+ROOT = Path(__file__).resolve().parent.parent
 
 RELEASE = re.compile(r"^\d+\.\d+\.\d+$")
 

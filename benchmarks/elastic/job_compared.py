@@ -3,7 +3,7 @@
 In each way the same ranks are killed with SIGKILL, right after the same steps: meshcast.elastic.run on stages
 of 2 and 3 ranks; torchrun with the same stages, which starts all ranks anew from a checkpoint; and torchft,
 which has the whole model on each rank. torchft needs an environment of its own:
-`python tools/clients.py --clients torchft --install`. Writes benchmarks/results/job_compared.json, the chart
+`make test-clients CLIENTS=torchft`. Writes benchmarks/results/job_compared.json, the chart
 and the table of docs/elastic.md; takes about four minutes, with nothing else running.
 """
 
@@ -28,7 +28,7 @@ from meshcast.base.progress import Progress
 from ..harness import ROOT, Page, command, machine, new_figure, parser, save, save_chart, table
 from .kills import Lines, children
 
-_TORCHFT = ROOT / "build/clients/torchft/bin/python"
+_TORCHFT = ROOT / ".nox/clients-torchft/bin/python"
 _HERE = Path(__file__).parent
 
 
@@ -83,7 +83,7 @@ def _torchft(options: argparse.Namespace, metrics: Path, checkpoint: Path) -> li
 def _no_torchft() -> str:
     if _TORCHFT.exists():
         return ""
-    return "it is not installed: python tools/clients.py --clients torchft --install makes its environment"
+    return "it is not installed: make test-clients CLIENTS=torchft makes its environment"
 
 
 WAYS = [

@@ -1,4 +1,5 @@
-"""What the site needs beside Sphinx: help of the command line, docstrings as they are, a first page."""
+"""What the site needs besides Sphinx: help of the command line, docstrings as they are, a first page, the
+gallery, and a check that no page needs a network."""
 
 from __future__ import annotations
 
@@ -7,14 +8,20 @@ import re
 from pathlib import Path
 from typing import Any
 
+import gallery
 from docutils import nodes
 from meshcast.cli import parser_of
 from sphinx.application import Sphinx
+from sphinx.errors import SphinxError
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
 
 _COLUMNS = 100
 _TRAILING = re.compile(r"(?<![\w`.*])([A-Za-z][\w.]*_)(?![\w`{])")
+_FETCHED = re.compile(
+    r"""(<(script|img|iframe)[^>]* src|<link[^>]* href)="(https?:)?//[^"]*"|"""
+    r"""(url\(|@import)[^;]{0,3}(https?:)?//[^;)]*"""
+)
 _FIRST_PAGE = """<!doctype html>
 <meta charset="utf-8">
 <meta http-equiv="refresh" content="0; url={page}">
@@ -62,16 +69,30 @@ def one_signature(*_: Any) -> None:
     ModuleAnalyzer.analyze = without_overloads  # type: ignore[method-assign]
 
 
-def first_page(app: Sphinx, exception: Exception | None) -> None:
-    """index.html beside the pages, which lie as their sources do in the tree."""
-    if exception is None and app.builder.format == "html":
-        page = f"{app.config.root_doc}.html"
-        (Path(app.outdir) / "index.html").write_text(_FIRST_PAGE.format(page=page), encoding="utf-8")
+def fetched(folder: Path) -> list[str]:
+    """Everything that a page fetches from a network when it is opened."""
+    files = [path for path in sorted(folder.rglob("*")) if path.suffix in (".html", ".css")]
+    texts = ((path.relative_to(folder), path.read_text(encoding="utf-8")) for path in files)
+    return [f"{name}: {found[0]}" for name, text in texts for found in _FETCHED.finditer(text)]
+
+
+def finish(app: Sphinx, exception: Exception | None) -> None:
+    """Write the gallery, and index.html next to the pages, which lie as their sources do in the tree."""
+    if exception is not None or app.builder.format != "html":
+        return
+    folder = Path(app.outdir)
+    gallery.write(folder / "gallery")
+    page = f"{app.config.root_doc}.html"
+    (folder / "index.html").write_text(_FIRST_PAGE.format(page=page), encoding="utf-8")
+    if found := fetched(folder):
+        lines = "\n".join(found)
+        raise SphinxError(f"{lines}\nthe pages above fetch something from a network when they are opened")
+    print(f"{len(list(folder.rglob('*.html')))} pages: {folder}/index.html")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("command-help", CommandHelp)
     app.connect("autodoc-process-docstring", escape, priority=100)  # before napoleon
     app.connect("builder-inited", one_signature)
-    app.connect("build-finished", first_page)
+    app.connect("build-finished", finish)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -6,21 +6,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import sys
 import textwrap
 from operator import attrgetter
 from pathlib import Path
 
+import doc_blocks
 import meshcast
 import torch
 import torch.distributed as dist
 from meshcast import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
-import doc_blocks
 
 _names: dict[str, dict] = {}  # of each page: what its programs have defined so far
 

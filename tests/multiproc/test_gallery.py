@@ -11,10 +11,10 @@ import pytest
 from meshcast.pipelining.trace import read_trace
 from multiproc.training_runs import ROOT, launch
 
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 
-import build_gallery
 import doc_blocks
+import gallery
 
 LIMIT = 400  # seconds; it takes about 10 on an idle machine
 
@@ -34,10 +34,10 @@ def test_a_new_recording_is_read(tmp_path: Path) -> None:
     words = shlex.split(command)
     script = words.index("examples/gpt/train.py")
     options = words[script + 1 :]
-    assert options[-2:] == ["--profile", str(build_gallery.RECORDED.relative_to(ROOT))]
+    assert options[-2:] == ["--profile", str(gallery.RECORDED.relative_to(ROOT))]
     assert words[:script] == ["torchrun", "--standalone", "--nproc-per-node", "5"]
     done = launch("gpt/train.py", *options[:-1], tmp_path / "step", ranks=5, limit=LIMIT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert actions(tmp_path / "step") == actions(build_gallery.RECORDED)
-    build_gallery.write_recorded(tmp_path, tmp_path / "step")
+    assert actions(tmp_path / "step") == actions(gallery.RECORDED)
+    gallery.write_recorded(tmp_path, tmp_path / "step")
     assert (tmp_path / "recorded-gpt.html").stat().st_size > 10_000

@@ -15,13 +15,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import doc_blocks
 import pytest
 from multiproc.fork_server import Forked
 from multiproc.training_runs import ENVIRONMENT, ROOT, finished
-
-sys.path.insert(0, str(ROOT / "tools"))
-
-import doc_blocks
 
 # A line of torch, where a machine has no name for its own address.
 TORCHS = re.compile(r"\[W.*\] \[c10d\] The hostname of the client socket cannot be retrieved")

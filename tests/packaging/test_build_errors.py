@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -127,6 +128,28 @@ def test_a_python_without_headers_or_too_old(
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert re.match(f"meshcast: {expected}", last_line(done.stderr)), done.stderr
+
+
+def test_make_checks_the_machine_before_it_downloads_anything(source_tree: Path, tmp_path: Path) -> None:
+    def said(python: object, **env: str) -> str:
+        command = ["make", f"PYTHON={python}", f"VENV={tmp_path / 'venv'}", f"{tmp_path / 'venv'}/bin/python"]
+        done = subprocess.run(
+            command,
+            cwd=source_tree,
+            env={**os.environ, **env},
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode != 0
+        assert not (tmp_path / "venv").exists()
+        return done.stderr
+
+    assert "meshcast: no-such-python is not there or too old: install Python 3.10 or newer" in said(
+        "no-such-python"
+    )
+    assert "looked for no-such-compiler on PATH" in said(sys.executable, CXX="no-such-compiler")
 
 
 ASK = """
@@ -297,6 +320,38 @@ def test_ucx_of_a_build_environment_that_is_deleted_is_looked_for_again(
         assert f"={root / 'lib' / 'libucp.so.0'}\n" in cache
         if deleted:
             shutil.rmtree(root)
+
+
+def test_catch2_is_found_again_where_it_was_downloaded_once(source_tree: Path, tmp_path: Path) -> None:
+    """Without it everything else is built, and the target of the C++ tests says what to do."""
+    hidden = [
+        "-DCMAKE_DISABLE_FIND_PACKAGE_Catch2=ON",
+        "-DCMAKE_IGNORE_PATH=/usr/include;/usr/local/include",
+        "-DMESHCAST_APT_GET=false",
+    ]
+    mirror = source_tree / "build" / "mirror.hpp"
+    mirror.parent.mkdir(exist_ok=True)
+    mirror.write_text("// another file\n")
+    fetch = ["-DMESHCAST_FETCH_CATCH2=ON", f"-DMESHCAST_CATCH2_URL=file://{mirror}"]
+
+    def known(name: str, *options: str) -> bool:
+        done = configure(source_tree, tmp_path / name, *hidden, *options)
+        assert done.returncode == 0, done.stderr
+        return "MESHCAST_HAS_CATCH2:INTERNAL=1" in (tmp_path / name / "CMakeCache.txt").read_text()
+
+    assert not known("first", *fetch), "a file with another hash"
+    command = ["cmake", "--build", str(tmp_path / "first"), "--target", "meshcast_tests"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "meshcast: Catch2 was not found, so the C++ tests cannot be built: install it" in done.stdout
+    header = Path("/usr/include/catch2/catch.hpp")
+    digest = "3725c0f0a75f376a5005dde31ead0feb8f7da7507644c201b814443de8355170"
+    if not header.exists() or hashlib.sha256(header.read_bytes()).hexdigest() != digest:
+        pytest.skip("this machine does not have the header of Catch2 2.13.10 to download from")
+    shutil.copy2(header, mirror)
+    assert known("first", *fetch)
+    mirror.unlink()
+    assert known("second")
 
 
 def test_help_names_every_target(source_tree: Path) -> None:

@@ -46,7 +46,7 @@ def test_sdist_needs_no_torch_and_holds_every_source(interpreter: Callable, sour
 
 
 def test_sdist_holds_all_that_git_has(interpreter: Callable, source_tree: Path) -> None:
-    """So that whoever has the archive can build, test, measure and lint."""
+    """A user of the archive can build, test and measure; pre-commit needs a checkout."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(listing, cwd=ROOT, check=False, capture_output=True, text=True)
     top = subprocess.run(["git", "rev-parse", "--show-toplevel"], cwd=ROOT, check=False, capture_output=True)

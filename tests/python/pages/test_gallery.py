@@ -7,9 +7,9 @@ import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "docs" / "_ext"))
 
-import build_gallery
+import gallery
 
 STAGE_OF = {0: 0, 1: 0, 2: 1, 3: 1, 4: 1}
 MICROBATCHES = 8
@@ -17,7 +17,7 @@ MICROBATCHES = 8
 
 def test_the_recording_is_a_whole_step(tmp_path: Path) -> None:
     """Each rank computes each micro-batch forward and backward, in a bar of its own row."""
-    build_gallery.write_recorded(tmp_path)
+    gallery.write_recorded(tmp_path)
     page = (tmp_path / "recorded-gpt.html").read_text()
     found = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
     assert found is not None
@@ -35,6 +35,6 @@ def test_the_recording_is_a_whole_step(tmp_path: Path) -> None:
 
 
 def test_the_recording_is_small() -> None:
-    files = sorted(build_gallery.RECORDED.iterdir())
+    files = sorted(gallery.RECORDED.iterdir())
     assert [path.name for path in files] == [f"rank{rank}.json" for rank in STAGE_OF]
     assert sum(path.stat().st_size for path in files) < 200_000

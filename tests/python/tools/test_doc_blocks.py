@@ -8,12 +8,10 @@ import shlex
 import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import doc_blocks
+import pytest
 from doc_blocks import ROOT
 from meshcast import cli
 
@@ -64,6 +62,10 @@ def test_no_comment_hides_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     python, bash = doc_blocks.blocks("page.md")
     assert (python.mark, bash.mark) == ("", "sketch: why")
     assert doc_blocks.programs("page.md") == [python]
+    (tmp_path / "page.md").write_text("<!-- output -->\n\nProse.\n\n```\nmake\n```\n")
+    assert [block.mark for block in doc_blocks.blocks("page.md")] == [""], (
+        "the comment is not the line before"
+    )
 
 
 def test_a_name_from_nowhere_is_found() -> None:
@@ -101,6 +103,7 @@ def test_every_command_is_there(page: str) -> None:
         ("torchrun --nproc-per-node 2 examples/gpt/train.py --no-such", "no option --no-such"),
         ("pip install -r no_such.txt", "no file no_such.txt"),
         ("build/release/meshcast_tests '[no such]'", "no test"),
+        ("VARIABLE=1 pytest tests/no_such.py", "no file tests/no_such.py"),
         ("no-such-program", "unknown program no-such-program"),
     ],
 )
@@ -118,7 +121,7 @@ def obstacle(command: str) -> str:
     program, rest = Path(words[0]).name, words[1:]
     if program == "make":
         return _of_make(rest)
-    if program in ("python", "python3"):
+    if program in ("python", "python3", "pytest"):
         return _of_python(rest)
     if program == "torchrun":
         while rest and rest[0].startswith("-") and rest[0] != "-m":

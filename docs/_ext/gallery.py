@@ -1,12 +1,9 @@
-"""Writes the pages of the site's gallery: plans of the paper's cases and of weights for many ranks, steps of
-its two models by several schedules, and a step of the GPT example that was recorded.
-
-    build_gallery.py FOLDER
+"""The site's gallery, which Sphinx writes into gallery/: plans of the paper's cases and of weights for many
+ranks, steps of its two models by several schedules, and a step of the GPT example that was recorded.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ from meshcast.pages.page import panel_of, write_plan_page, write_timeline_page
 from meshcast.pipelining import simulate
 from meshcast.pipelining.trace import Timeline, read_trace
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 # docs/observing.md has the command that made it.
 RECORDED = ROOT / "docs" / "recordings" / "gpt-step"
@@ -80,17 +77,9 @@ def write_recorded(folder: Path, recording: Path = RECORDED) -> None:
     write_timeline_page([panel], title, folder / "recorded-gpt.html")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
+def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_cases(folder)
     write_weights(folder)
     write_steps(folder)
     write_recorded(folder)
-    print(f"{len(list(folder.iterdir()))} pages of the gallery: {folder}")
-
-
-if __name__ == "__main__":
-    main()

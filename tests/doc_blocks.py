@@ -1,7 +1,8 @@
 """The blocks of code in the documents, and what each of them is.
 
-A block is run by a test, or its commands are looked up by one, unless a comment in the line before it says
-what it is:
+sybil and pytest-examples run a block in the process of pytest. These run on four ranks, or as torchrun starts
+them: a block is run by a test, or its commands are looked up by one, unless a comment in the line before it
+says what it is:
 
     <!-- output -->         what a program prints
     <!-- drawing -->        a picture made of letters
@@ -22,11 +23,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
 ROOT = Path(__file__).resolve().parent.parent
 _MARK = re.compile(r"<!-- (output|drawing|sketch: \S.*) -->")
 _FRAGMENT = re.compile(r"# (Fragment: \S.*)\n")
-_SPAN = re.compile(r"`((?:make|python|PYTHONPATH=[^\s`]+|torchrun|examples/[^\s`]+\.sh) [^`]+)`")
-_INDENTED = re.compile(r" {4}((?:make|python|pip|torchrun) .+)")
+_COMMAND = re.compile(r"(?:[A-Z_]+=\S+|make|python|torchrun|(?:examples|tools)/\S+\.sh) \S")
+_INDENTED = re.compile(rf"{_COMMAND.pattern}|pip \S")
 
 
 class Block(NamedTuple):
@@ -41,30 +45,32 @@ class Block(NamedTuple):
 
 
 def pages() -> list[str]:
-    """Those with blocks that somebody may copy, from the root of the tree."""
+    """Those with blocks that a reader may copy, from the root of the tree."""
     named = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
     found = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*/README.md")]
     return [str(path.relative_to(ROOT)) for path in [*named, *sorted(found)]]
 
 
+def _tokens(page: str) -> list[Token]:
+    return MarkdownIt().parse((ROOT / page).read_text(encoding="utf-8"))
+
+
 def blocks(page: str) -> list[Block]:
     """Between fences, in order."""
     found: list[Block] = []
-    fence, language, begin, mark = "", "", 0, ""
-    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        bare = line.strip()
-        if fence:
-            if bare.startswith(fence) and not bare.strip(fence[0]):
-                text = "\n".join(lines[begin : number - 1]) + "\n"
-                fragment = _FRAGMENT.match(text) if language == "python" else None
-                mark = fragment[1] if fragment else mark
-                found.append(Block(page, begin + 1, language, text, mark))
-                fence = ""
-        elif opening := re.match(r"(`{3,}|~{3,})(.*)", bare):
-            fence, language, begin = opening[1], opening[2].strip(), number
-            before = _MARK.fullmatch(lines[number - 2].strip()) if number > 1 else None
-            mark = before[1] if before and language != "python" else ""
+    mark, marked = "", -1  # of the last comment, and the line after it
+    for token in _tokens(page):
+        begin, end = token.map or (-1, -1)
+        if token.type == "html_block":
+            comment = _MARK.search(token.content)
+            mark, marked = (comment[1] if comment else ""), end
+        elif token.type == "fence":
+            if token.info == "python":
+                fragment = _FRAGMENT.match(token.content)
+                own = fragment[1] if fragment else ""
+            else:
+                own = mark if marked == begin else ""
+            found.append(Block(page, begin + 2, token.info, token.content, own))
     return found
 
 
@@ -101,19 +107,20 @@ def _global_names(table: symtable.SymbolTable) -> Iterator[str]:
 
 def commands(page: str) -> Iterator[tuple[int, str]]:
     """(line, command) of what a reader may type: lines of blocks without a language, words in backticks."""
-    fenced: set[int] = set()
     for block in blocks(page):
-        lines = block.text.splitlines()
-        fenced |= set(range(block.line - 1, block.line + len(lines) + 1))
         if block.language in ("", "bash") and not block.mark:
-            for number, line in enumerate(lines, start=block.line):
-                command = re.sub(r"(^|\s)#.*", "", line).strip()
-                if command:
-                    yield number, command
-    prose = (ROOT / page).read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(prose, start=1):
-        if number not in fenced:
-            if indented := _INDENTED.fullmatch(line):
-                yield number, re.sub(r"\s#.*", "", indented[1]).strip()
-            for command in _SPAN.findall(line):
-                yield number, command
+            yield from _lines(block.text, block.line)
+    for token in _tokens(page):
+        line = (token.map or [0])[0] + 1
+        if token.type == "code_block":
+            yield from (each for each in _lines(token.content, line) if _INDENTED.match(each[1]))
+        for each in token.children or []:
+            line += each.type in ("softbreak", "hardbreak")
+            if each.type == "code_inline" and _COMMAND.match(each.content):
+                yield line, each.content
+
+
+def _lines(text: str, first: int) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(text.splitlines(), start=first):
+        if command := re.sub(r"(^|\s)#.*", "", line).strip():
+            yield number, command
