@@ -217,9 +217,9 @@ void bind_runtime(py::module_& m) {
         block_amax(box, reinterpret_cast<float*>(memory_of(out, box.num_blocks() * int64_t{sizeof(float)})));
       },
       py::arg("part"), py::arg("low"), py::arg("block"), py::arg("out"), NoGil());
-  m.def("block_scales", &scale_blocks, py::arg("format"), py::arg("amax"), py::arg("tensor_amax"),
-        py::arg("out"), NoGil());
-  m.def("block_values", &quantize_blocks, py::arg("format"), py::arg("part"), py::arg("low"), py::arg("block"),
+  m.def("block_scales", &scale_blocks, py::arg("kind"), py::arg("amax"), py::arg("tensor_amax"), py::arg("out"),
+        NoGil());
+  m.def("block_values", &quantize_blocks, py::arg("kind"), py::arg("part"), py::arg("low"), py::arg("block"),
         py::arg("amax"), py::arg("tensor_amax"), py::arg("out"), NoGil());
   m.def("nvfp4_tensor_scale", &nvfp4_tensor_scale, py::arg("tensor_amax"));
 

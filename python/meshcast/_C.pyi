@@ -135,11 +135,11 @@ def block_amax(part: Tensor, low: Sequence[int], block: Sequence[int], out: Tens
     """Fills out, float32, with the largest magnitude of each block that a part touches; it begins at low. See
     csrc/core/memory/block_quantize.h."""
 
-def block_scales(format: str, amax: Tensor, tensor_amax: float, out: Tensor) -> None:
-    """Fills out with the scales of blocks. format: "fp8_e4m3", "mxfp8" or "nvfp4"."""
+def block_scales(kind: str, amax: Tensor, tensor_amax: float, out: Tensor) -> None:
+    """Fills out with the scales of blocks. kind: "fp8_e4m3", "mxfp8" or "nvfp4"."""
 
 def block_values(
-    format: str,
+    kind: str,
     part: Tensor,
     low: Sequence[int],
     block: Sequence[int],
