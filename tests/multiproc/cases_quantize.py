@@ -279,6 +279,70 @@ def pushes(context) -> None:
             context.wait_for_all(f"pulled {scheme}")
 
 
+def refused_pushes(context) -> None:
+    """A version that is not finite raises on all ranks, moves nothing, and the next one arrives."""
+    ranks, wanted = list(range(context.world - 1)), [context.world - 1]
+    mesh, full = quiet_mesh(wanted), values((65, 96), 1, torch.bfloat16)
+    state = held(context.rank, ranks, {"w": full}, [Shard(0)])
+    with meshcast.WeightSync(state, {"w": (mesh, [Shard(0)])}, quantize="nvfp4", timeout=60) as sync:
+        for version, bad in ((1, None), (2, float("inf")), (3, None), (4, float("nan")), (5, None)):
+            now = full * version
+            if bad is not None:
+                now[64, 5] = bad
+            if state is not None:
+                state["w"].to_local().copy_(held(context.rank, ranks, {"w": now}, [Shard(0)])["w"].to_local())
+            try:
+                if state is not None:
+                    sync.push(version)
+                else:
+                    sync.pull(version)
+            except (LayoutError, PlanMismatchError) as error:
+                assert bad is not None, error
+                assert "not finite" in str(error), error
+                assert str(error).startswith("WeightSync.pu"), error
+            else:
+                assert bad is None
+                if state is None:
+                    assert sync.version == version
+                    check(sync.state, now, "w", "nvfp4", mesh, context.rank)
+            context.wait_for_all(f"version {version}")
+
+
+def again(context) -> None:
+    """A StateResharder that keeps its memory, copies of what changes at once, ranks that are lost, and
+    sources that share memory with an output."""
+    ranks, wanted = split(context)
+    mesh, full = quiet_mesh(wanted), values((70, 96), 1)
+    send = meshcast.StateResharder({"w": (mesh, [Shard(0)])}, reuse_output=True, quantize={"w": "mxfp8"})
+    first = None
+    for step in (1, 2, 3):
+        state = held(context.rank, ranks, {"w": full * step}, [Shard(1)])
+        handle = send.start(state, copy=True)
+        if state is not None:
+            state["w"].to_local().zero_()
+        result = handle.wait()
+        check(result, full * step, "w", "mxfp8", mesh, context.rank)
+        if context.rank in wanted:
+            where = result["w"].to_local().data_ptr(), result["w_scale"].to_local().data_ptr()
+            assert first in (None, where)
+            first = where
+    # Replicas in rows of two ranks, of which the last rank is lost.
+    if context.world >= 5 and context.rank < 4:
+        state = held(context.rank, [0, 1, 2, 4], {"w": full}, [Replicate(), Shard(0)], (2, 2))
+        there, scheme = quiet_mesh([0, 3]), "fp8_e4m3:128x128"
+        result = meshcast.reshard_state_dict(
+            state, {"w": (there, [Shard(1)])}, quantize={"w": scheme}, lost=[4]
+        )
+        check(result, full, "w", scheme, there, context.rank)
+    shared = torch.arange(64 * 64 * 4, dtype=torch.uint8).reshape(64, 256)
+    source, out = shared.view(torch.float32), shared[:, :64].view(torch.float8_e4m3fn)
+    expected = quantized(source.clone().nan_to_num(1.0, 1.0, 1.0).clamp(-9.0, 9.0), "mxfp8")
+    source.copy_(source.clone().nan_to_num(1.0, 1.0, 1.0).clamp(-9.0, 9.0))
+    result = meshcast.reshard_state_dict({"w": source}, {"w": out}, quantize={"w": "mxfp8"})
+    assert result["w"] is out
+    assert same(out, expected[0])
+
+
 def refused(context) -> None:
     """The same error on every rank, before anything moves; the group goes on."""
     ranks, wanted = split(context)
@@ -350,4 +414,4 @@ def refused(context) -> None:
         all_raise("the destination of 'w'", good, there, kinds=(PlanMismatchError,), quantize=only_some)
 
 
-CASES = [drawn, straddling, maps, entries, bytes_on_the_wire, pushes, refused]
+CASES = [drawn, straddling, maps, entries, bytes_on_the_wire, pushes, refused_pushes, again, refused]

@@ -142,10 +142,13 @@ template <typename T>
 }
 
 // n elements of one block.
-template <BlockFormat kFormat>
-[[gnu::always_inline]] inline void scale_block(const float* __restrict from, int64_t n, float factor,
+template <BlockFormat kFormat, typename T>
+[[gnu::always_inline]] inline void scale_block(const T* __restrict from, int64_t n, float factor,
                                                float* __restrict to) {
-  for (int64_t i = 0; i < n; ++i) to[i] = kFormat == BlockFormat::Fp8E4m3 ? from[i] / factor : from[i] * factor;
+  for (int64_t i = 0; i < n; ++i) {
+    const float x = widened(from[i]);
+    to[i] = kFormat == BlockFormat::Fp8E4m3 ? x / factor : x * factor;
+  }
 }
 
 template <bool kNans>
@@ -210,17 +213,21 @@ template <BlockFormat kFormat, typename T>
   alignas(64) std::array<uint8_t, kRowPart> codes;
   const int64_t blocks = (at + n - 1) / block + 1;
   factors_of<kFormat>(amax, blocks, tensor_scale, factors.data());
-  alignas(64) std::array<float, std::is_same_v<T, float> ? 1 : kRowPart> wide;
-  const auto* values = reinterpret_cast<const float*>(from);
-  if constexpr (!std::is_same_v<T, float>) {
+  const auto scale_all = [&](const auto* values) __attribute__((always_inline)) {
+    each_block(
+        n, at, block, [&](int64_t begin, int64_t count, int64_t index) __attribute__((always_inline)) {
+          __builtin_prefetch(from + begin * int64_t{sizeof(T)} + kRowAhead);
+          scale_block<kFormat>(values + begin, count, factors[index], scaled.data() + begin);
+        });
+  };
+  // Of small blocks the compiler makes vectors only where they are float32 already.
+  if (sizeof(T) < sizeof(float) && block <= 16) {
+    alignas(64) std::array<float, kRowPart> wide;
     widen(reinterpret_cast<const T*>(from), n, wide.data());
-    values = wide.data();
+    scale_all(wide.data());
+  } else {
+    scale_all(reinterpret_cast<const T*>(from));
   }
-  each_block(
-      n, at, block, [&](int64_t begin, int64_t count, int64_t index) __attribute__((always_inline)) {
-        __builtin_prefetch(from + begin * int64_t{sizeof(T)} + kRowAhead);
-        scale_block<kFormat>(values + begin, count, factors[index], scaled.data() + begin);
-      });
   auto* out = reinterpret_cast<uint8_t*>(to);
   if constexpr (kFormat == BlockFormat::NvFp4) {
     to_e2m1(scaled.data(), n, codes.data(), out);
