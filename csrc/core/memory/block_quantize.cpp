@@ -191,7 +191,7 @@ template <typename Visit>
 
 template <typename T>
 [[gnu::always_inline]] inline void amax_of_row(const std::byte* from, int64_t n, int64_t at, int64_t block,
-                                               float* amax) {
+                                               bool once, float* amax) {
   each_block(
       n, at, block, [&](int64_t begin, int64_t count, int64_t index) __attribute__((always_inline)) {
         const T* first = reinterpret_cast<const T*>(from) + begin;
@@ -200,7 +200,7 @@ template <typename T>
         T value;
         std::memcpy(&value, &most, sizeof(T));
         const auto found = std::bit_cast<uint32_t>(widened(value));
-        const auto before = std::bit_cast<uint32_t>(amax[index]);
+        const uint32_t before = once ? 0 : std::bit_cast<uint32_t>(amax[index]);
         amax[index] = std::bit_cast<float>(before < found ? found : before);
       });
 }
@@ -254,27 +254,28 @@ template <BlockFormat kFormat>
 
 // The kernels of one format for sources of one type.
 struct Kernels {
-  void (*amax)(const std::byte* from, int64_t n, int64_t at, int64_t block, float* amax);
+  void (*amax)(const std::byte* from, int64_t n, int64_t at, int64_t block, bool once, float* amax);
   void (*scales)(const float* amax, int64_t n, float tensor_scale, std::byte* to);
   void (*values)(const std::byte* from, int64_t n, int64_t at, int64_t block, const float* amax,
                  float tensor_scale, std::byte* to);
 };
 
 // The compiler makes vectors of them, as in digest.cpp.
-#define MESHCAST_KERNELS(name, ...)                                                                          \
-  template <BlockFormat kFormat, typename T>                                                                 \
-  struct name {                                                                                              \
-    __VA_ARGS__ static void amax(const std::byte* from, int64_t n, int64_t at, int64_t block, float* amax) { \
-      amax_of_row<T>(from, n, at, block, amax);                                                              \
-    }                                                                                                        \
-    __VA_ARGS__ static void scales(const float* amax, int64_t n, float tensor_scale, std::byte* to) {        \
-      scales_of<kFormat>(amax, n, tensor_scale, to);                                                         \
-    }                                                                                                        \
-    __VA_ARGS__ static void values(const std::byte* from, int64_t n, int64_t at, int64_t block,              \
-                                   const float* amax, float tensor_scale, std::byte* to) {                   \
-      values_of_row<kFormat, T>(from, n, at, block, amax, tensor_scale, to);                                 \
-    }                                                                                                        \
-    static constexpr Kernels kAll{amax, scales, values};                                                     \
+#define MESHCAST_KERNELS(name, ...)                                                                      \
+  template <BlockFormat kFormat, typename T>                                                             \
+  struct name {                                                                                          \
+    __VA_ARGS__ static void amax(const std::byte* from, int64_t n, int64_t at, int64_t block, bool once, \
+                                 float* amax) {                                                          \
+      amax_of_row<T>(from, n, at, block, once, amax);                                                    \
+    }                                                                                                    \
+    __VA_ARGS__ static void scales(const float* amax, int64_t n, float tensor_scale, std::byte* to) {    \
+      scales_of<kFormat>(amax, n, tensor_scale, to);                                                     \
+    }                                                                                                    \
+    __VA_ARGS__ static void values(const std::byte* from, int64_t n, int64_t at, int64_t block,          \
+                                   const float* amax, float tensor_scale, std::byte* to) {               \
+      values_of_row<kFormat, T>(from, n, at, block, amax, tensor_scale, to);                             \
+    }                                                                                                    \
+    static constexpr Kernels kAll{amax, scales, values};                                                 \
   }
 
 MESHCAST_KERNELS(PlainRows);
@@ -324,7 +325,7 @@ void each_part(const BlockedView& box, const Visit& visit) {
   const int64_t row = view.extent[last];
   const int64_t block = box.block[last];
   const int64_t at = box.low[last] % block;
-  // Parts end where blocks do, except for blocks that are larger than a part.
+  // Parts end where blocks do, except for blocks that are larger than a part; block_amax() relies on it.
   const int64_t most = block < kRowPart ? kRowPart / block * block : kRowPart;
   std::array<std::byte, kRowPart * sizeof(float)> gathered;
   std::array<int64_t, kMaxDims> index{};
@@ -374,11 +375,15 @@ float nvfp4_tensor_scale(float tensor_amax) {
 }
 
 void block_amax(const BlockedView& box, float* amax) {
-  std::fill_n(amax, box.num_blocks(), 0.0F);
   const Kernels& kernels = kernels_for(BlockFormat::Fp8E4m3, box.type);  // the same for all formats
-  const int64_t block = box.block[box.view.ndim - 1];
+  const int last = box.view.ndim - 1;
+  const int64_t block = box.block[last];
+  // Whether no two parts have elements of one block: the result is as large as a quarter of what is read.
+  bool once = block <= kRowPart;
+  for (int d = 0; d < last; ++d) once = once && box.block[d] == 1;
+  if (!once) std::fill_n(amax, box.num_blocks(), 0.0F);
   each_part(box, [&](const std::byte* from, int64_t n, int64_t at, int64_t, int64_t first) {
-    kernels.amax(from, n, at, block, amax + first);
+    kernels.amax(from, n, at, block, once, amax + first);
   });
 }
 
