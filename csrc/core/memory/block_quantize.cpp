@@ -10,7 +10,11 @@
 namespace meshcast {
 namespace {
 
-constexpr int64_t kRowPart = 1024;   // elements of a row at a time: they, and what is made of them, stay near
+constexpr int64_t kRowPart = 1024;  // elements of a row at a time: they, and what is made of them, stay near
+// Of a tensor whose rows do not lie so in memory, as one that is turned: a tile that fits in a core's first
+// cache.
+constexpr int64_t kTurnedPart = 256;
+constexpr int64_t kTurnedRows = 32;
 constexpr int64_t kRowAhead = 2048;  // bytes
 constexpr uint32_t kNoSign = 0x7FFFFFFF;
 
@@ -315,6 +319,18 @@ const Kernels& kernels_for(BlockFormat format, ElementType type) {
   }
 }
 
+// Copies n elements of each of some rows, so that those of a row lie one behind the other. By columns: where a
+// tensor is turned, those of a column do so already.
+template <typename Word>
+void turn(const std::byte* from, int64_t stride, int64_t row_stride, int64_t n, int64_t rows, std::byte* to) {
+  for (int64_t i = 0; i < n; ++i) {
+    for (int64_t r = 0; r < rows; ++r) {
+      std::memcpy(to + (r * kTurnedPart + i) * int64_t{sizeof(Word)}, from + i * stride + r * row_stride,
+                  sizeof(Word));
+    }
+  }
+}
+
 // Visits the box in parts of rows, whose elements lie one behind the other in memory: `from` is the first, the
 // n-th element of the box in row-major order is `first`, `block` the first block of it among those of the box.
 template <typename Visit>
@@ -325,37 +341,47 @@ void each_part(const BlockedView& box, const Visit& visit) {
   const int64_t row = view.extent[last];
   const int64_t block = box.block[last];
   const int64_t at = box.low[last] % block;
+  const bool dense = view.stride[last] == view.element_bytes;
   // Parts end where blocks do, except for blocks that are larger than a part; block_amax() relies on it.
-  const int64_t most = block < kRowPart ? kRowPart / block * block : kRowPart;
-  std::array<std::byte, kRowPart * sizeof(float)> gathered;
+  const int64_t room = dense ? kRowPart : kTurnedPart;
+  const int64_t most = block < room ? room / block * block : room;
+  alignas(64) std::array<std::byte, kTurnedRows * kTurnedPart * sizeof(float)> turned;
   std::array<int64_t, kMaxDims> index{};
+  const auto blocks_of = [&](int64_t further) {  // of the row so many rows behind `index`
+    int64_t blocks = 0;
+    for (int d = 0; d < last; ++d) {
+      const int64_t here = index[d] + (d == last - 1 ? further : 0);
+      blocks = blocks * box.num_blocks(d) + (box.low[d] + here) / box.block[d] - box.first_block(d);
+    }
+    return blocks * box.num_blocks(last);
+  };
   int64_t first = 0;
   for (;;) {
     const std::byte* from = view.data;
-    int64_t blocks = 0;
-    for (int d = 0; d < last; ++d) {
-      from += index[d] * view.stride[d];
-      blocks = blocks * box.num_blocks(d) + (box.low[d] + index[d]) / box.block[d] - box.first_block(d);
-    }
-    blocks *= box.num_blocks(last);
+    for (int d = 0; d < last; ++d) from += index[d] * view.stride[d];
+    const bool several = !dense && last > 0;
+    const int64_t rows = several ? std::min(kTurnedRows, view.extent[last - 1] - index[last - 1]) : 1;
     for (int64_t begin = 0; begin < row;) {
       const int64_t within = (at + begin) % block;
       const int64_t n = std::min(row - begin, most - within % most);
       const std::byte* part = from + begin * view.stride[last];
-      if (view.stride[last] != view.element_bytes) {
-        for (int64_t i = 0; i < n; ++i) {
-          std::memcpy(gathered.data() + i * view.element_bytes, part + i * view.stride[last],
-                      static_cast<size_t>(view.element_bytes));
-        }
-        part = gathered.data();
+      if (!dense) {
+        const int64_t row_stride = several ? view.stride[last - 1] : 0;
+        const auto copy_rows = view.element_bytes == 2 ? turn<uint16_t> : turn<uint32_t>;
+        copy_rows(part, view.stride[last], row_stride, n, rows, turned.data());
+        part = turned.data();
       }
-      visit(part, n, within, first + begin, blocks + (at + begin) / block);
+      for (int64_t r = 0; r < rows; ++r) {
+        visit(part + r * kTurnedPart * view.element_bytes, n, within, first + r * row + begin,
+              blocks_of(r) + (at + begin) / block);
+      }
       begin += n;
     }
-    first += row;
+    first += rows * row;
     int d = last - 1;
-    for (; d >= 0; --d) {
-      if (++index[d] < view.extent[d]) break;
+    for (int64_t step = rows; d >= 0; --d, step = 1) {
+      index[d] += step;
+      if (index[d] < view.extent[d]) break;
       index[d] = 0;
     }
     if (d < 0) return;
@@ -379,7 +405,7 @@ void block_amax(const BlockedView& box, float* amax) {
   const int last = box.view.ndim - 1;
   const int64_t block = box.block[last];
   // Whether no two parts have elements of one block: the result is as large as a quarter of what is read.
-  bool once = block <= kRowPart;
+  bool once = block <= kTurnedPart;
   for (int d = 0; d < last; ++d) once = once && box.block[d] == 1;
   if (!once) std::fill_n(amax, box.num_blocks(), 0.0F);
   each_part(box, [&](const std::byte* from, int64_t n, int64_t at, int64_t, int64_t first) {
