@@ -216,6 +216,30 @@ def entries(context) -> None:
     check(result, full, "w", "mxfp8", mesh, context.rank)
 
 
+def engines(context) -> None:
+    """Two engines with meshes and layouts of their own receive one name; replicas in a mesh of two
+    dimensions."""
+    if context.world < 5:
+        return
+    full = values((256, 512), 1, torch.bfloat16)
+    for scheme in SCHEMES:
+        state = held(context.rank, [0, 1, 2], {"w": full}, [Shard(0)])
+        mesh = quiet_mesh([1, 2]) if context.rank in (1, 2) else quiet_mesh([3, 4])
+        where = {"w": (mesh, [Shard(1)] if context.rank in (1, 2) else [Replicate()])}
+        inside = context.rank != 0
+        result = meshcast.reshard_state_dict(
+            state, where if inside else None, quantize=scheme if inside else None
+        )
+        if inside:
+            check(result, full, "w", scheme, mesh, context.rank)
+        square = quiet_mesh([[1, 2], [3, 4]])
+        for way in ([Replicate(), Shard(1)], [Shard(0), Shard(1)], [Shard(0), Shard(0)]):
+            result = meshcast.reshard_state_dict(state, {"w": (square, way)}, quantize=scheme, digest=True)
+            check(result, full, "w", scheme, square, context.rank)
+            if scheme == "fp8_e4m3:1x128":  # no block is cut, so that scales are in as many parts as values
+                assert result["w_scale"].placements == tuple(way)
+
+
 def bytes_on_the_wire(context) -> None:
     """As the type says; of shared blocks 4 bytes for each that is open, and nothing else."""
     ranks, wanted = [0, 1], [2]
@@ -414,4 +438,4 @@ def refused(context) -> None:
         all_raise("the destination of 'w'", good, there, kinds=(PlanMismatchError,), quantize=only_some)
 
 
-CASES = [drawn, straddling, maps, entries, bytes_on_the_wire, pushes, refused_pushes, again, refused]
+CASES = [drawn, straddling, maps, entries, engines, bytes_on_the_wire, pushes, refused_pushes, again, refused]
