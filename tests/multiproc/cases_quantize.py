@@ -144,6 +144,14 @@ def maps(context) -> None:
                 quantize=scheme,
             )
             check(stacked, torch.stack([a, a + 1]), "ab", scheme, mesh, context.rank)
+            odd = {"a": values((9, 15), 6, torch.bfloat16), "b": values((9, 81), 7, torch.bfloat16)}
+            joined = meshcast.reshard_state_dict(
+                held(context.rank, ranks, odd, way),
+                {"ab": (mesh, [Shard(0)])},
+                maps=[TensorMap(["a", "b"], "ab", dim=1)],
+                quantize=scheme,
+            )
+            check(joined, torch.cat([*odd.values()], 1), "ab", scheme, mesh, context.rank)
             square = values((96, 64), 5)
             turned = meshcast.reshard_state_dict(
                 held(context.rank, ranks, {"a": square}, way),
