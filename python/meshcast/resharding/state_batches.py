@@ -261,7 +261,7 @@ class Known:
             self._compiled = True
 
     def before(self, parent: ParentGroup, terms: Terms, topology: Topology | None) -> Batch | None:
-        """The batch of what the holders of blocks tell each other, made once; None where that is nothing."""
+        """The batch of what the holders of blocks exchange before, made once; None where that is nothing."""
         if self._before is None and self.agreed.before:
             self._before = Batch(parent, self.agreed.before, PlanOptions(terms.strategy, topology), {})
         return self._before
