@@ -4,7 +4,8 @@ target; what the holders of one block exchange; and this rank's values and scale
 No shard is gathered. Where several ranks hold a block, each gets the largest magnitude in the others' parts
 of it, 4 bytes each. For nvfp4, each holder also gets the largest magnitude of every part; and where the two
 values of a byte are on two ranks, the one that has the first gets the second. All of it travels as moves of
-one batch, before those of values and scales. """
+one batch, before those of values and scales.
+"""
 
 from __future__ import annotations
 
