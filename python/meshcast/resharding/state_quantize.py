@@ -452,9 +452,8 @@ class Blocks:
             if made.names.scales in wanted:
                 found[made.names.scales] = self._scales(made)
             if made.names.tensor in wanted:
-                found[made.names.tensor] = torch.tensor(
-                    tensor_scale_of(self._tensor_amax[made.name]), dtype=torch.float32
-                )
+                scale = tensor_scale_of(self._tensor_amax[made.name])
+                found[made.names.tensor] = _floats().fill_(scale)
         return found
 
     def _values(self, made: Quantized, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -496,7 +495,7 @@ class Blocks:
 
     def _scales(self, made: Quantized) -> torch.Tensor:
         boxes, scheme = made.blocks[self._rank], made.scheme
-        found = torch.empty(sum(_sizes(boxes)), dtype=scheme.scales)
+        found = fresh((sum(_sizes(boxes)),), scheme.scales)
         left = list(zip(boxes, found.split(_sizes(boxes)), strict=True))
         for part, amax in zip(made.parts[self._rank], self._amax[made.name], strict=True):
             blocks = block_box(part.box, made.block)
@@ -519,7 +518,7 @@ def _inside(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
 
 
 def _floats(*shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.float32)
+    return fresh(shape, torch.float32)
 
 
 def _columns(box: Box, parts: Sequence[Part], sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
