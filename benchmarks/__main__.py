@@ -36,6 +36,7 @@ BENCHMARKS = {
     "message_sizes": Benchmark("sizes:messages", "1 min", "torch.distributed.send and recv by size; a rank"),
     "planner": Benchmark("planner", "5 min", "time to plan and predictions, for up to 16,384 ranks"),
     "windows": Benchmark("planner:windows", "15 s", "state dicts in windows, predicted"),
+    "quantize": Benchmark("quantize", "30 s", "block-scaled types on one core, compared with a copy"),
     "weights": Benchmark("weights.sync", "7 min", "a model's weights from trainers to servers"),
     "clients": Benchmark(
         "weights.clients", "5 min", "torchft and Megatron Core with their own transports and ours"

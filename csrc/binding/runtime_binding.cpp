@@ -21,7 +21,9 @@
 #include "c10d/process_group/pending_work.h"
 #include "c10d/process_group/process_group.h"
 #include "c10d/tensor_group.h"
+#include "c10d/tensor_memory.h"
 #include "group/host_memory.h"
+#include "memory/block_quantize.h"
 #include "memory/digest.h"
 #include "memory/large_blocks.h"
 #include "plan/plan.h"
@@ -89,27 +91,91 @@ std::function<void()> python_task(py::function function) {
   };
 }
 
-// part: a tensor on the CPU, whose first element is at `low` of a tensor of this shape.
-uint64_t digest_of(const at::Tensor& part, const std::vector<int64_t>& low, const std::vector<int64_t>& shape,
-                   const DigestNans& nans) {
-  const auto ndim = static_cast<size_t>(part.dim());
-  if (!part.is_cpu() || low.size() != ndim || shape.size() != ndim || ndim > kMaxDims) {
-    throw LayoutError("digest: expected a tensor on the CPU with the dimensions of the whole");
+// part: a tensor on the CPU, of as many dimensions as there are of what `op` is given.
+StridedView view_of(const at::Tensor& part, size_t ndim, const char* op) {
+  if (!part.is_cpu() || static_cast<size_t>(part.dim()) != ndim || ndim > kMaxDims) {
+    throw LayoutError(std::string(op) + ": expected a tensor on the CPU with the dimensions of the whole");
   }
   StridedView view;
   view.data = static_cast<std::byte*>(part.data_ptr());
   view.ndim = static_cast<int>(ndim);
   view.element_bytes = part.element_size();
+  for (size_t d = 0; d < ndim; ++d) {
+    view.extent[d] = part.size(static_cast<int64_t>(d));
+    view.stride[d] = part.stride(static_cast<int64_t>(d)) * view.element_bytes;
+  }
+  return view;
+}
+
+// part: its first element is at `low` of a tensor of this shape.
+uint64_t digest_of(const at::Tensor& part, const std::vector<int64_t>& low, const std::vector<int64_t>& shape,
+                   const DigestNans& nans) {
+  const StridedView view = view_of(part, shape.size(), "digest");
+  if (low.size() != shape.size()) throw LayoutError("digest: low and shape differ in length");
   std::array<int64_t, kMaxDims> step{};
   int64_t first = 0;
   int64_t elements = 1;
-  for (size_t d = ndim; d-- > 0; elements *= shape[d]) {
-    view.extent[d] = part.size(static_cast<int64_t>(d));
-    view.stride[d] = part.stride(static_cast<int64_t>(d)) * view.element_bytes;
+  for (size_t d = shape.size(); d-- > 0; elements *= shape[d]) {
     step[d] = elements;
     first += low[d] * elements;
   }
   return digest(view, first, step, nans);
+}
+
+// The same, cut into blocks of these sizes.
+BlockedView blocks_of(const at::Tensor& part, const std::vector<int64_t>& low,
+                      const std::vector<int64_t>& block) {
+  BlockedView box;
+  box.view = view_of(part, block.size(), "block_amax");
+  box.type = element_type(part.scalar_type());
+  const bool right =
+      box.type == ElementType::Float32 || box.type == ElementType::Float16 || box.type == ElementType::BFloat16;
+  if (!right || block.empty() || low.size() != block.size()) {
+    throw LayoutError("block_amax: expected float32, float16 or bfloat16 of one dimension or more");
+  }
+  for (size_t d = 0; d < block.size(); ++d) {
+    if (low[d] < 0 || block[d] < 1)
+      throw LayoutError("block_amax: a block begins before 0, or has no elements");
+    box.low[d] = low[d];
+    box.block[d] = block[d];
+  }
+  return box;
+}
+
+BlockFormat block_format(const std::string& name) {
+  if (name == "fp8_e4m3") return BlockFormat::Fp8E4m3;
+  if (name == "mxfp8") return BlockFormat::MxFp8;
+  if (name == "nvfp4") return BlockFormat::NvFp4;
+  throw LayoutError("no format of blocks is called '" + name + "'");
+}
+
+// The memory of a dense tensor on the CPU of so many bytes.
+std::byte* memory_of(const at::Tensor& tensor, int64_t nbytes) {
+  if (!tensor.is_cpu() || !tensor.is_contiguous() || static_cast<int64_t>(tensor.nbytes()) != nbytes) {
+    throw LayoutError("expected a dense tensor on the CPU of " + std::to_string(nbytes) + " bytes");
+  }
+  return static_cast<std::byte*>(tensor.data_ptr());
+}
+
+void quantize_blocks(const std::string& format, const at::Tensor& part, const std::vector<int64_t>& low,
+                     const std::vector<int64_t>& block, const at::Tensor& amax, float tensor_amax,
+                     const at::Tensor& out) {
+  const BlockFormat kind = block_format(format);
+  const BlockedView box = blocks_of(part, low, block);
+  const bool packed = kind == BlockFormat::NvFp4;
+  if (packed && (part.size(-1) % 2 != 0 || low.back() % 2 != 0 || block.back() % 2 != 0)) {
+    throw LayoutError("nvfp4: two values share a byte, which the part cuts");
+  }
+  const auto* most = reinterpret_cast<const float*>(memory_of(amax, box.num_blocks() * int64_t{sizeof(float)}));
+  block_values(kind, box, most, tensor_amax, memory_of(out, packed ? part.numel() / 2 : part.numel()));
+}
+
+void scale_blocks(const std::string& format, const at::Tensor& amax, float tensor_amax, const at::Tensor& out) {
+  const BlockFormat kind = block_format(format);
+  const int64_t n = amax.numel();
+  const auto* most = reinterpret_cast<const float*>(memory_of(amax, n * int64_t{sizeof(float)}));
+  block_scales(kind, most, n, tensor_amax,
+               memory_of(out, n * (kind == BlockFormat::Fp8E4m3 ? int64_t{sizeof(float)} : 1)));
 }
 
 }  // namespace
@@ -143,6 +209,19 @@ void bind_runtime(py::module_& m) {
       },
       py::arg("part"), py::arg("low"), py::arg("shape"), py::arg("value_bytes"), py::arg("magnitude"),
       py::arg("limit"), NoGil());
+  m.def(
+      "block_amax",
+      [](const at::Tensor& part, const std::vector<int64_t>& low, const std::vector<int64_t>& block,
+         const at::Tensor& out) {
+        const BlockedView box = blocks_of(part, low, block);
+        block_amax(box, reinterpret_cast<float*>(memory_of(out, box.num_blocks() * int64_t{sizeof(float)})));
+      },
+      py::arg("part"), py::arg("low"), py::arg("block"), py::arg("out"), NoGil());
+  m.def("block_scales", &scale_blocks, py::arg("kind"), py::arg("amax"), py::arg("tensor_amax"), py::arg("out"),
+        NoGil());
+  m.def("block_values", &quantize_blocks, py::arg("kind"), py::arg("part"), py::arg("low"), py::arg("block"),
+        py::arg("amax"), py::arg("tensor_amax"), py::arg("out"), NoGil());
+  m.def("nvfp4_tensor_scale", &nvfp4_tensor_scale, py::arg("tensor_amax"));
 
   py::class_<AgreedPlan, std::shared_ptr<AgreedPlan>>(m, "AgreedPlan")
       .def_property_readonly("slot", &AgreedPlan::slot)

@@ -131,6 +131,27 @@ def digest(
 ) -> int:
     """Digest of a part, on the CPU, of a tensor of this shape; it begins at low. Unsigned; see digest.h."""
 
+def block_amax(part: Tensor, low: Sequence[int], block: Sequence[int], out: Tensor) -> None:
+    """Fills out, float32, with the largest magnitude of each block that a part touches; it begins at low. See
+    csrc/core/memory/block_quantize.h."""
+
+def block_scales(kind: str, amax: Tensor, tensor_amax: float, out: Tensor) -> None:
+    """Fills out with the scales of blocks. kind: "fp8_e4m3", "mxfp8" or "nvfp4"."""
+
+def block_values(
+    kind: str,
+    part: Tensor,
+    low: Sequence[int],
+    block: Sequence[int],
+    amax: Tensor,
+    tensor_amax: float,
+    out: Tensor,
+) -> None:
+    """Fills out with the values of a part. amax: of the blocks that it touches, over the whole tensor."""
+
+def nvfp4_tensor_scale(tensor_amax: float) -> float:
+    """The scale of all blocks of a tensor."""
+
 def cut_edges(node: Any, numbers: Sequence[int]) -> None:
     """The edges with these numbers of a node of autograd's graph lead nowhere from now on."""
 

@@ -21,6 +21,7 @@ from ..errors import LayoutError
 from ..layout import Box, Layout
 from ..planning.plan import STRATEGIES
 from ..spec import TensorSpec
+from ..transfers.block_scaled import SCHEMES, scheme_of
 from ..transfers.medium import own_obstacle
 from .compiled import source_of
 from .memory import check_outs, near, storage_of
@@ -29,6 +30,7 @@ from .state_entries import (
     Held,
     LoadedBoxes,
     Output,
+    Quantize,
     StateSide,
     Terms,
     Wanted,
@@ -58,6 +60,7 @@ class Given:
     maps: Any = ()
     only: Any = None
     dtype: Any = None
+    quantize: Any = None
     scales: Any = None
     max_bytes_in_flight: Any = None
     digest: bool = False
@@ -126,11 +129,13 @@ def checked_call(rank: int, given: Given) -> StateCall:
     terms = _terms(given)
     check_lost([number for number, _ in given.lost], rank)
     dtype_of, floats = _dtypes(given.dtype), callable(given.dtype)
+    quantize_of = _quantizing(given.quantize)
     wanted: dict[str, Wanted] = {}
     meshes: dict[str, tuple[DeviceMesh, tuple[Any, ...]]] = {}
     for name, where in destinations.items():
         if selected(name):
-            wanted[name], mesh, placements = reading.wanted(name, where, dtype_of(name), floats)
+            found, mesh, placements = reading.wanted(name, where, dtype_of(name), floats)
+            wanted[name] = found._replace(quantize=quantize_of(name))
             if mesh is not None:
                 meshes[name] = (mesh, placements)
     new_name, renamed, unmatched = _renaming(given.rename, state)
@@ -164,7 +169,10 @@ def checked_call(rank: int, given: Given) -> StateCall:
     check_outs({name: local_of(out) for name, out in outputs.items() if name not in out_ties})
     own, _ = _chosen("own", given.own)
     loaded = _loaded(given.loaded)
-    by_name = given.dtype if isinstance(given.dtype, Mapping) and given.only is None else ()
+    by_name, quantized = (
+        each if isinstance(each, Mapping) and given.only is None else ()
+        for each in (given.dtype, given.quantize)
+    )
     side = StateSide(
         held=held,
         wanted=wanted,
@@ -181,6 +189,7 @@ def checked_call(rank: int, given: Given) -> StateCall:
             "only": tuple(name for name in listed if name not in wanted and name not in values),
             "layouts": tuple(new_name(old) or old for old in layouts if old not in state),
             "dtype": tuple(name for name in by_name if name not in wanted),
+            "quantize": tuple(name for name in quantized if name not in wanted),
         },
         selects=given.only is not None,
         own=tuple(name for name in (*held, *values) if own(name)),
@@ -306,6 +315,39 @@ def _dtypes(given: Any) -> Callable[[str], torch.dtype | None]:
     def asked(name: str) -> torch.dtype | None:
         found = ask(name)
         return None if found is None else _floating(found)
+
+    return asked
+
+
+def _quantizing(given: Any) -> Callable[[str], Quantize | None]:
+    """The block-scaled type asked for by the name of a destination."""
+    if given is not None and not isinstance(given, str | Mapping) and not callable(given):
+        raise LayoutError(
+            f"quantize={checks.shown(given)}: expected the text of a block-scaled type, or a mapping by name "
+            f"or a function of the name that gives one; {SCHEMES}"
+        )
+
+    def asked(name: str) -> Quantize | None:
+        found = given
+        if not isinstance(given, str | None):
+            found = given.get(name) if isinstance(given, Mapping) else given(name)
+        if found is None:
+            return None
+        text, scales = found if isinstance(found, tuple | list) and len(found) == 2 else (found, None)
+        if not isinstance(text, str):
+            raise LayoutError(f"quantize of {name!r} is {checks.shown(found)}; {SCHEMES}")
+        suffixes = scheme_of(text).suffixes
+        names = tuple(name + suffix for suffix in suffixes)
+        if scales is not None:
+            names = (scales,) if isinstance(scales, str) else checks.listed(f"scales of {name!r}", scales)
+            if len(names) != len(suffixes) or not all(isinstance(each, str) for each in names):
+                raise LayoutError(
+                    f"quantize names {checks.shown(scales)} for the scales of {name!r}: {text} has "
+                    f"{len(suffixes)}, called {', '.join(name + each for each in suffixes)} by default"
+                )
+        if len({name, *names}) <= len(suffixes):
+            raise LayoutError(f"quantize gives {name!r} and its scales {names} one name")
+        return Quantize(text, names, isinstance(given, str))
 
     return asked
 

@@ -244,6 +244,7 @@ class Known:
     def __init__(self, number: int, agreed: Agreed, values: dict[int, dict[str, str]]) -> None:
         self.number, self.agreed, self.values = number, agreed, values
         self.batches: list[Batch] = []
+        self._before: Batch | None = None
         self._compiled = False
 
     def compile(
@@ -259,9 +260,15 @@ class Known:
             self.batches = _batches(parent, self.agreed, terms.max_bytes_in_flight, options, tensors)
             self._compiled = True
 
+    def before(self, parent: ParentGroup, terms: Terms, topology: Topology | None) -> Batch | None:
+        """The batch of what the holders of blocks exchange before, made once; None where that is nothing."""
+        if self._before is None and self.agreed.before:
+            self._before = Batch(parent, self.agreed.before, PlanOptions(terms.strategy, topology), {})
+        return self._before
+
     @property
     def nbytes(self) -> int:
-        return sum(batch.nbytes for batch in self.batches)
+        return sum(batch.nbytes for batch in (*self.batches, *filter(None, [self._before])))
 
 
 class Kept:

@@ -36,6 +36,8 @@ __all__ = ["ReshardedState", "StateOptions", "StateResharder", "reshard_state_di
 
 Where = tuple[DeviceMesh, "Sequence[Placement]"] | Layout | tuple[Layout, str] | torch.Tensor
 DType = torch.dtype | Mapping[str, torch.dtype] | Callable[[str], torch.dtype | None]
+Scheme = str | tuple[str, str | tuple[str, ...]]
+Quantization = str | Mapping[str, Scheme] | Callable[[str], Scheme | None]
 
 
 class StateOptions(TypedDict, total=False):
@@ -46,6 +48,7 @@ class StateOptions(TypedDict, total=False):
     maps: TensorMap | Iterable[TensorMap]
     only: Iterable[str] | Callable[[str], bool] | None
     dtype: DType | None
+    quantize: Quantization | None
     scales: Mapping[str, tuple[str, Sequence[int]]] | None
     max_bytes_in_flight: int | None
     digest: bool
@@ -91,6 +94,7 @@ def reshard_state_dict(
     maps: TensorMap | Iterable[TensorMap] = (),
     only: Iterable[str] | Callable[[str], bool] | None = None,
     dtype: DType | None = None,
+    quantize: Quantization | None = None,
     scales: Mapping[str, tuple[str, Sequence[int]]] | None = None,
     max_bytes_in_flight: int | None = None,
     version: int | None = None,
@@ -140,6 +144,13 @@ def reshard_state_dict(
         dtype: of the results of floating-point tensors; others keep theirs. Or by the name of the
             destination: a mapping or a function, None keeping that of the source. A function may name one for
             other tensors, too, which keep theirs; a mapping may not.
+        quantize: block-scaled types, made on the way: by the name of the destination, a mapping or a
+            function, None keeping the values as they are; or one for all floating-point tensors of two
+            dimensions or more. "fp8_e4m3:RxC" (blocks of R x C, as 128x128), "mxfp8" or "nvfp4"; or (type,
+            name of the scales), for nvfp4 (type, (name, name)). The values take the place of the tensor; its
+            scales are results called NAME_scale_inv (fp8 with blocks of several rows) or NAME_scale, and for
+            nvfp4 also NAME_scale_2, that of the tensor. They lie where their values lie, unless they have a
+            destination of their own.
         scales: {name: (name of its scales, block)} of tensors quantised by blocks, by their destinations:
             both travel as they are, and no destination may cut a block or get other scales than those of its
             blocks. The same on every rank.
@@ -204,6 +215,7 @@ def reshard_state_dict(
         maps=maps,
         only=only,
         dtype=dtype,
+        quantize=quantize,
         scales=scales,
         max_bytes_in_flight=max_bytes_in_flight,
         digest=digest,

@@ -1,5 +1,6 @@
 """The forms of an entry of a state dict between what a rank was given and the transfer: `Held` and `Wanted`,
-the text of a `StateSide`, and the `Move`s into a `Target`, each with the `Problem` that the transfer solves.
+the text of a `StateSide`, and the `Move`s into a `Target`, each with the `Problem` that the transfer solves;
+the memory that targets arrive in, and the result.
 
 Boxes that ranks have read from a checkpoint are listed with what they hold, and replace what lost ranks had.
 """
@@ -29,9 +30,12 @@ __all__ = [
     "Agreed",
     "Held",
     "LoadedBoxes",
+    "Memory",
     "Move",
     "OP",
     "Output",
+    "Quantize",
+    "ReshardedState",
     "StateSide",
     "Target",
     "Terms",
@@ -68,10 +72,21 @@ class Held(NamedTuple):
 
 
 @once
+class Quantize(NamedTuple):
+    """The block-scaled type that a destination gets: its text, and the names of its scales. matrices: it is
+    asked for all destinations, for those of floating-point tensors of two dimensions or more alone."""
+
+    scheme: str
+    scales: tuple[str, ...]
+    matrices: bool
+
+
+@once
 class Wanted(NamedTuple):
     """A destination, as one rank gives it or as all of them together. layout None, on one rank: a whole copy
     on every rank that gives None. dtype: of the result, None as the source; plain: the result is a local
-    tensor and no DTensor, of a Layout. floats: the dtype is for floating-point tensors alone."""
+    tensor and no DTensor, of a Layout. floats: the dtype is for floating-point tensors alone. quantize: its
+    values and scales are made on the way."""
 
     layout: Layout | None
     device_type: str
@@ -79,6 +94,7 @@ class Wanted(NamedTuple):
     dtype: torch.dtype | None
     plain: bool
     floats: bool
+    quantize: Quantize | None = None
 
     @property
     def where(self) -> Layout:
@@ -161,7 +177,9 @@ class Move(NamedTuple):
 
 @dataclass
 class Target:
-    """A tensor that arrives. alias: the name of another that it is, as at the source."""
+    """A tensor that arrives. alias: the name of another that it is, as at the source. scales: names of the
+    scales that are made with it; beside: of scales, the name of their values, with shape and block of these,
+    where they have no destination of their own."""
 
     name: str
     shape: tuple[int, ...]
@@ -169,17 +187,24 @@ class Target:
     layout: Layout
     device_type: str
     alias: str | None = None
+    scales: tuple[str, ...] = ()
+    beside: tuple[str, tuple[int, ...], tuple[int, ...]] | None = None
     moves: list[Move] = field(default_factory=list)
 
 
 @dataclass
 class Agreed:
     """The agreement of the ranks of a call. own: entries of which each rank has its own. twins: sources that
-    several meshes hold, each with the shape and the layouts whose values have to be equal."""
+    several meshes hold, each with the shape and the layouts whose values have to be equal. quantized: what is
+    quantised on the way; before: the moves between the holders of its blocks; made_of: the names of the
+    tensors that each source of a move is made of, where it is made."""
 
     targets: dict[str, Target]
     own: frozenset[str] = frozenset()
     twins: dict[str, tuple[tuple[int, ...], tuple[Layout, ...]]] = field(default_factory=dict)
+    quantized: list[Any] = field(default_factory=list)
+    before: list[Move] = field(default_factory=list)
+    made_of: dict[str, list[str]] = field(default_factory=dict)
 
     @cached_property
     def moves(self) -> list[Move]:
@@ -187,8 +212,38 @@ class Agreed:
 
     @cached_property
     def sources(self) -> list[str]:
-        """Names of what travels, each once."""
-        return list(dict.fromkeys(move.source for move in self.moves))
+        """Names of the tensors that travel, each once."""
+        named = (self.made_of.get(move.source, [move.source]) for move in self.moves)
+        return list(dict.fromkeys(name for names in named for name in names))
+
+
+class ReshardedState(dict[str, Any]):
+    """{name: tensor} in the order of this rank's destinations, then entries that are no tensors."""
+
+    version: int | None = None
+    """Version of the weights; None if the holders gave none."""
+
+
+class Memory:
+    """Local tensors that calls of one kind arrive in again and again, by target."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._key: Any = None
+        self._targets: dict[str, Target] = {}
+
+    def of(self, key: Any) -> dict[str, torch.Tensor]:
+        """Returns the tensors of the last call, where that was of the kind with this very key."""
+        return self._tensors if key is self._key else {}
+
+    def fitting(self, key: Any, targets: dict[str, Target]) -> dict[str, torch.Tensor]:
+        """Returns the tensors for a call, which become those of the last. Empty where it has other targets
+        than the last: ranks that hold may come to hold others, which a receiving rank learns in the call
+        itself."""
+        known = self.of(key)
+        same = targets is self._targets or targets == self._targets
+        self._key, self._targets, self._tensors = key, targets, known if same else {}
+        return self._tensors
 
 
 def held_text(held: Held) -> str:
@@ -199,7 +254,8 @@ def held_text(held: Held) -> str:
 def wanted_text(wanted: Wanted) -> str:
     dtype = "" if wanted.dtype is None else f" as {dtype_name(wanted.dtype)}"
     where = "a whole copy" if wanted.layout is None else wanted.layout
-    return f"{where} on {wanted.device_type}{dtype}"
+    kind = "" if wanted.quantize is None else f" as {wanted.quantize.scheme}"
+    return f"{where} on {wanted.device_type}{dtype}{kind}"
 
 
 def names_text(names: Sequence[str]) -> str:

@@ -17,7 +17,8 @@ from ..base.checks import dtype_name
 from ..errors import LayoutError
 from ..layout import Box, Layout
 from ..planning.plan import Problem
-from ..transfers.medium import DeviceTypes, device_types_of, ends_of
+from ..transfers.block_scaled import SOURCES, scheme_of
+from ..transfers.medium import DeviceTypes, Ends, device_types_of, ends_of
 from .compiled import check_reducible, reduced_layout, wire_dtype
 from .meshes import (
     Gone,
@@ -36,6 +37,7 @@ from .state_entries import (
     Held,
     Move,
     Output,
+    Quantize,
     StateSide,
     Target,
     Wanted,
@@ -45,6 +47,7 @@ from .state_entries import (
     wanted_text,
     with_boxes,
 )
+from .state_quantize import Part, Quantized, quantized, scales_layout, source_parts
 from .tensor_map import Block, TensorMap, mapped
 
 __all__ = ["Sides", "agree"]
@@ -252,6 +255,21 @@ class Sides:
         rank."""
         return together([positive(layout, len(shape)) for layout in self._places[name]], shape)
 
+    def place_beside(
+        self, name: str, shape: tuple[int, ...], block: tuple[int, ...], scales: tuple[int, ...]
+    ) -> Layout:
+        """Returns where the scales of a tensor go that have no destination. shape, block: of its values;
+        scales: shape of the scales, () for one of the whole tensor."""
+        layouts = [positive(layout, len(shape)) for layout in self._places[name]]
+        if scales == ():
+            return together([copies_on(tuple(sorted(layout.ranks))) for layout in layouts], scales)
+        try:
+            return together([scales_layout(layout, shape, block) for layout in layouts], scales)
+        except LayoutError as error:
+            raise LayoutError(
+                f"the destination of {name!r} gives a rank two parts of one block of {block}: {error}"
+            ) from None
+
     def held(self, name: str) -> Held:
         """Raises LayoutError where no rank, or not every rank that should, has it; PlanMismatchError where
         ranks describe it differently."""
@@ -393,6 +411,7 @@ class Sides:
             ("layouts", self._holders, "no rank's state_dict has"),
             ("only", wanted, "no destination is given for"),
             ("dtype", wanted, "no destination is given for"),
+            ("quantize", wanted, "no destination is given for"),
         ):
             for rank in self.ranks:
                 odd = [name for name in self.sides[rank].unmatched[argument] if name not in known]
@@ -443,7 +462,10 @@ def agree(given: Mapping[int, StateSide]) -> Agreed:
     makers = {target: each for each in sides.first.maps for target in each.target_names()}
     used: set[str] = set()
     made: dict[str, tuple[tuple[int, ...], list[Block]]] = {}
+    scales = {scale for each in wanted.values() if each.quantize for scale in each.quantize.scales}
     for name in wanted:
+        if name in scales and name not in makers and not sides.holders(name):
+            continue
         if name in makers:
             if name not in made:
                 sources = [source for source in makers[name].names() if sides.holders(source)]
@@ -453,14 +475,157 @@ def agree(given: Mapping[int, StateSide]) -> Agreed:
             sides.check_asked(name)
             used.add(name)
     missing: dict[Gone, None] = {}
-    targets = {name: _target(name, each, made.get(name), sides, missing) for name, each in wanted.items()}
+    targets: dict[str, Target] = {}
+    quantizing: list[Quantized] = []
+    chosen = _chosen(wanted, made, sides)
+    scales = {scale for each in chosen.values() for scale in each.scales}
+    for name, each in wanted.items():
+        if name in chosen:
+            found, what = _quantized_targets(name, wanted, chosen, made.get(name), sides, missing)
+            targets |= {target.name: target for target in found}
+            quantizing += [] if what is None else [what]
+        elif name not in scales:
+            if name not in made:
+                sides.check_asked(name)
+            targets[name] = _target(name, each, made.get(name), sides, missing)
     raise_gone(list(missing))
     sides.check_extra(used)
     _tie(targets, sides, makers)
     _check_scales(targets, sides)
     held = {name: sides.held(name) for name in sorted(used)}
     twins = {name: (each.shape, sides.twins[name]) for name, each in held.items() if name in sides.twins}
-    return Agreed(targets, sides.own, twins)
+    ends = Ends(torch.float32, torch.float32)
+    before = [
+        Move(source, source, problem, ends, ("cpu", "cpu"))
+        for each in quantizing
+        for source, problem in each.before.items()
+    ]
+    made_of = {name: each.sources for each in quantizing for name in each.names}
+    return Agreed(targets, sides.own, twins, quantizing, before, made_of)
+
+
+def _chosen(
+    wanted: Mapping[str, Wanted],
+    made: Mapping[str, tuple[tuple[int, ...], list[Block]]],
+    sides: Sides,
+) -> dict[str, Quantize]:
+    """Returns the targets that are quantised. Raises LayoutError where none is, though a type is asked
+    for."""
+    found: dict[str, Quantize] = {}
+    left: list[str] = []
+    for name, each in wanted.items():
+        if each.quantize is None or not (name in made or sides.holders(name)):
+            continue
+        shape, blocks = made.get(name, ((), []))
+        held = [sides.held(source) for source in dict.fromkeys(b.source for b in blocks) or (name,)]
+        shape = shape if name in made else held[0].shape
+        if each.quantize.matrices and not (all(h.dtype in SOURCES for h in held) and len(shape) > 1):
+            left.append(f"{each.quantize.scheme!r}: {name!r} is {dtype_name(held[0].dtype)} {tuple(shape)}")
+        else:
+            found[name] = each.quantize
+    if left and not found:
+        raise LayoutError(
+            "one type for all is for floating-point tensors of two dimensions or more, and there is none; "
+            f"quantize={left[0]}"
+        )
+    return found
+
+
+def _quantized_targets(
+    name: str,
+    wanted: Mapping[str, Wanted],
+    chosen: Mapping[str, Quantize],
+    made: tuple[tuple[int, ...], list[Block]] | None,
+    sides: Sides,
+    missing: dict[Gone, None],
+) -> tuple[list[Target], Quantized | None]:
+    """Returns the values of a target and its scales. made: as for _target. None where what it needs is
+    lost."""
+    own, scheme = wanted[name], scheme_of(chosen[name].scheme)
+    parts: dict[str, list[Block]] = {}
+    for block in () if made is None else made[1]:
+        parts.setdefault(block.source, []).append(block)
+    held = {source: sides.held(source) for source in parts or (name,)}
+    shape = next(iter(held.values())).shape if made is None else made[0]
+    blocks = scheme.blocks(name, shape)
+    if own.dtype is not None:
+        raise LayoutError(
+            f"{name!r} has dtype= {dtype_name(own.dtype)} and quantize= {scheme.text!r}; give one"
+        )
+    places: dict[int, list[Part]] = {}
+    for source, each in held.items():
+        if each.dtype not in SOURCES:
+            allowed = ", ".join(map(dtype_name, SOURCES))
+            raise LayoutError(
+                f"{source!r} is {dtype_name(each.dtype)}, which quantize={scheme.text!r} does not take; "
+                f"allowed are {allowed}"
+            )
+        if each.device_type != "cpu":
+            raise LayoutError(
+                f"{source!r} is on {each.device_type}; quantize= takes tensors on the CPU: send a copy from "
+                "there, or quantise before the call"
+            )
+        if each.where.has_partial:
+            raise LayoutError(f"{source!r} is under {each.where}; reduce it before it is quantised")
+        if _lives(source, each, copies_on(tuple(sorted(each.where.ranks))), sides, missing):
+            found = source_parts(source, each.where, each.shape, parts[source] if made else None, len(shape))
+            for rank, more in found.items():
+                places.setdefault(rank, []).extend(more)
+    values_shape = scheme.values_shape(shape)
+    stored = (*blocks[:-1], max(1, blocks[-1] // scheme.packed))
+    layout = sides.place(name, values_shape)
+    values = Target(name, values_shape, scheme.values, layout, own.device_type, scales=chosen[name].scales)
+    found_targets = [values]
+    scale_shapes = [scheme.scales_shape(name, shape), ()]
+    for scale, scale_shape in zip(chosen[name].scales, scale_shapes, strict=False):
+        if sides.holders(scale):
+            holder = next(iter(sides.holders(scale)))
+            raise LayoutError(
+                f"quantize makes {scale!r}, the scales of {name!r}, which rank {holder} holds as well; give "
+                "the scales another name: quantize={name: (type, name of the scales)}"
+            )
+        dtype = torch.float32 if scale_shape == () else scheme.scales
+        place = wanted.get(scale)
+        if place is None:
+            target = Target(scale, scale_shape, dtype, layout, own.device_type)
+            target.beside = (name, values_shape, stored if scale_shape else ())
+            target.layout = sides.place_beside(name, values_shape, stored, scale_shape)
+        else:
+            target = Target(scale, scale_shape, dtype, sides.place(scale, scale_shape), place.device_type)
+        found_targets.append(target)
+    for target in found_targets:
+        _check_outputs(target, wanted.get(target.name, own), sides)
+    if not places or missing:
+        return found_targets, None
+    what = quantized(name, scheme, shape, places)
+    sources = zip(
+        found_targets,
+        (what.names.values, what.names.scales, what.names.tensor),
+        (what.values, what.scales, copies_on(tuple(what.parts))),
+        strict=False,
+    )
+    for target, source, src in sources:
+        types = device_types_of("cpu", target.device_type)
+        check_holds(target.name, target.shape, src, target.layout)
+        _check_gpus(target.name, src, target.layout, types, sides)
+        problem = Problem(target.shape, target.dtype, src, target.layout)
+        target.moves.append(Move(source, target.name, problem, Ends(target.dtype, target.dtype), types))
+    return found_targets, what
+
+
+def _check_outputs(target: Target, wanted: Wanted, sides: Sides) -> None:
+    """Raises LayoutError unless what ranks receive a target into has its dtype and shape."""
+    for rank, side in sides.sides.items():
+        out = side.outs.get(target.name)
+        if out is None:
+            continue
+        expected = target.layout.local_shapes(target.shape)[rank] if out.plain else target.shape
+        if out.dtype != target.dtype or out.shape != expected:
+            raise LayoutError(
+                f"the output of {target.name!r} on rank {rank} has dtype {dtype_name(out.dtype)} and shape "
+                f"{out.shape}; expected {dtype_name(target.dtype)} and {expected}"
+                f"{_hint(out, wanted, expected)}"
+            )
 
 
 def _target(
@@ -589,7 +754,7 @@ def _tie(targets: dict[str, Target], sides: Sides, makers: Mapping[str, TensorMa
         earlier = {sides.sides[rank].ties.get(name) for rank in holders}
         tied = next(iter(earlier)) if len(earlier) == 1 else None
         other = targets.get(tied) if tied is not None else None
-        if other is None or name in makers or tied in makers:
+        if other is None or target.scales or other.scales or name in makers or tied in makers:
             continue
         same = (target.layout, target.dtype, target.device_type) == (
             other.layout,

@@ -53,8 +53,9 @@ from .memory import note_written
 from .meshes import positive_placements
 from .state_arguments import Given, StateCall, checked_call, receiving
 from .state_batches import Batch, Digests, Kept, Known, check_twins, check_whole
-from .state_entries import OP, StateSide, Target, local_of, mismatch, same_memory
+from .state_entries import OP, Memory, ReshardedState, StateSide, Target, local_of, mismatch, same_memory
 from .state_moves import agree
+from .state_quantize import Blocks, scales_layout
 
 if TYPE_CHECKING:
     from ..groups.private import PrivateGroup
@@ -131,35 +132,6 @@ class Rows:
         return within(left + _GRACE, call, "what the ranks hold", Caller(OP, self._parent.rank, "agree"))
 
 
-class ReshardedState(dict[str, Any]):
-    """{name: tensor} in the order of this rank's destinations, then entries that are no tensors."""
-
-    version: int | None = None
-    """Version of the weights; None if the holders gave none."""
-
-
-class Memory:
-    """Local tensors that calls of one kind arrive in again and again, by target."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._key: Any = None
-        self._targets: dict[str, Target] = {}
-
-    def of(self, key: Any) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the last call, where that was of the kind with this very key."""
-        return self._tensors if key is self._key else {}
-
-    def fitting(self, key: Any, targets: dict[str, Target]) -> dict[str, torch.Tensor]:
-        """Returns the tensors for a call, which become those of the last. Empty where it has other targets
-        than the last: ranks that hold may come to hold others, which a receiving rank learns in the call
-        itself."""
-        known = self.of(key)
-        same = targets is self._targets or targets == self._targets
-        self._key, self._targets, self._tensors = key, targets, known if same else {}
-        return self._tensors
-
-
 def _arriving(call: StateCall, targets: dict[str, Target], rank: int) -> dict[str, torch.Tensor]:
     """The local tensor that each target arrives in, on ranks inside: of an output, or new."""
     found = {}
@@ -192,16 +164,23 @@ def _wrapped(
     call: StateCall, target: Target, local: torch.Tensor | None, specs: dict[Any, DTensorSpec]
 ) -> torch.Tensor:
     """The result around what arrived. specs: those made before; a copy costs a tenth."""
-    shape = target.shape
+    shape, beside = target.shape, target.beside
     if local is None:  # outside: no elements, but the number of dimensions
         local = _empty((0,) * len(shape), target.dtype, target.device_type).zero_()
-    if target.name not in call.meshes:
+    name = target.name if beside is None else beside[0]
+    if name not in call.meshes:
         return local
-    mesh, placements = call.meshes[target.name]
-    key = (mesh, placements, shape, target.dtype)
+    mesh, placements = call.meshes[name]
+    key = (mesh, placements, shape, target.dtype, None if beside is None else beside[1:])
     if key in specs:
         return as_dtensor(local, copy(specs[key]))
-    layout = Layout(mesh, positive_placements(placements, len(shape)))
+    if beside is None:
+        layout = Layout(mesh, positive_placements(placements, len(shape)))
+    elif not beside[2]:
+        layout = Layout(mesh, [Replicate()] * mesh.ndim)
+    else:
+        values = Layout(mesh, positive_placements(placements, len(shape)))
+        layout = scales_layout(values, beside[1], beside[2])
     spec = specs[key] = tensor_spec(mesh, layout, shape, target.dtype)
     return as_dtensor(local, spec)
 
@@ -329,7 +308,10 @@ class StateRun:
         """Puts into `result` what this rank asked for. Tied targets are one tensor, as at the source."""
         call, targets, result = self.checked, known.agreed.targets, self.result
         specs: dict[Any, DTensorSpec] = {}
+        names = {}
         for name in call.side.wanted:
+            names.update(dict.fromkeys((name, *(targets[name].scales if name in targets else ()))))
+        for name in names:
             target = targets.get(name)
             if target is None:
                 result[name] = values[name]
@@ -389,6 +371,7 @@ class Conversation:
         call, agreed = run.checked, known.agreed
         merged = _merged(known.values, agreed.own)
         self._compare_twins(run, known)
+        blocks = self._agree_on_blocks(run, known)
         run.moving()
         digests = Digests(self.parent.rank, agreed.moves) if call.side.options.digest else None
         values: dict[str, Any] = {}
@@ -400,7 +383,8 @@ class Conversation:
             known.compile(self.parent, call.side.options, call.topology, call.tensors)
             sent, arriving = run.memory_for(agreed.targets)
             for batch in run.begin(known.batches):
-                run.made += batch.run(sent, arriving, deadline, digests)
+                made = {} if blocks is None else blocks.staged({move.source for move in batch.moves}, sent)
+                run.made += batch.run({**sent, **made}, arriving, deadline, digests)
                 done += 1
             self.kept.add(run.key, known)
         except (DeadlineExceededError, PeerLostError, AbortedError):
@@ -479,6 +463,32 @@ class Conversation:
             failure = run.typed(error)
         rows = self._round(run, "twins", failure, (_NONE, *digests), "could not take part")
         check_twins(known.agreed, {other: each[1:] for other, each in rows.items()})
+
+    def _agree_on_blocks(self, run: StateRun, known: Known) -> Blocks | None:
+        """Reads what is quantised on the way, and makes the largest magnitudes of its blocks those of the
+        whole tensors. None where nothing is. Raises on all ranks where one can make no scales, before
+        anything moves."""
+        if not known.agreed.quantized:
+            return None
+        call, blocks, failure, done = run.checked, None, None, False
+        try:
+            batch = known.before(self.parent, call.side.options, call.topology)
+            try:
+                blocks = Blocks(self.parent.rank, known.agreed.quantized, call.sent(()))
+                if batch is not None:
+                    done = True
+                    run.made += batch.run(blocks.sent, blocks.arriving, run.deadline, None)
+            except Exception as error:
+                if batch is not None and not done:
+                    batch.refuse(run.typed(error), _left(run.deadline))
+                raise
+            blocks.settle()
+        except (DeadlineExceededError, PeerLostError, AbortedError):
+            raise
+        except Exception as error:  # the others have to learn of it
+            failure = run.typed(error)
+        self._round(run, "blocks", failure, (_NONE,), "could not make scales")
+        return blocks
 
     def _end(self, run: StateRun, known: Known, failure: Exception | None, digests: Digests | None) -> None:
         """The last round. Raises on all ranks unless everything arrived as it was sent."""

@@ -1,0 +1,531 @@
+"""Tensors that become block-scaled on the way: who holds which part of them, in the coordinates of the
+target; what the holders of one block exchange; and this rank's values and scales, made of its own parts.
+
+No shard is gathered. Where several ranks hold a block, each gets the largest magnitude in the others' parts
+of it, 4 bytes each. For nvfp4, each holder also gets the largest magnitude of every part; and where the two
+values of a byte are on two ranks, the one that has the first gets the second. All of it travels as moves of
+one batch, before those of values and scales.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import Replicate
+
+from ..base.boxes import Box, HeldBoxes, Piece, common, extents, piece_view
+from ..errors import LayoutError
+from ..layout import Layout
+from ..planning.plan import Problem
+from ..transfers.block_scaled import Scheme, amax_of, scales_of, tensor_scale_of, values_of
+from ..transfers.medium import fresh
+from .tensor_map import Block
+
+__all__ = ["Blocks", "Part", "Quantized", "block_box", "quantized", "scales_layout", "source_parts"]
+
+_Shape = tuple[int, ...]
+_Boxes = dict[int, list[Box]]  # by rank, in the order in which a flat tensor has them
+
+
+class Part(NamedTuple):
+    """A box of a target that a rank holds, and where it lies in the local tensor of a source."""
+
+    source: str
+    piece: Piece
+
+    @property
+    def box(self) -> Box:
+        return self.piece[0]
+
+
+def source_parts(
+    name: str, layout: Layout, shape: Sequence[int], blocks: Sequence[Block] | None, ndim: int
+) -> dict[int, list[Part]]:
+    """Returns the parts of a target of `ndim` dimensions that ranks hold as a source. shape, layout: of the
+    source. blocks: those of it that go into the target; None: it is the target."""
+    found: dict[int, list[Part]] = {}
+    for rank, (_, pieces) in layout.pieces(shape).items():
+        for piece in pieces:
+            if blocks is None:
+                parts = [Part(name, piece)] if 0 not in extents(piece[0]) else []
+            else:
+                parts = [Part(name, each) for block in blocks for each in _turned(block, piece, ndim)]
+            if parts:
+                found.setdefault(rank, []).extend(parts)
+    return found
+
+
+def _turned(block: Block, piece: Piece, ndim: int) -> list[Piece]:
+    """The part of a piece of a source that is in a block, as a piece of what the block is put into; none or
+    one."""
+    box, at, axes, steps = piece
+    own = tuple((low, low + size) for low, size in zip(block.low, block.sizes, strict=True))
+    both = common(box, own) if box else box
+    if both is None:
+        return []
+    axes, steps = axes or tuple(range(len(box))), steps or (1,) * len(box)
+    target = [(first, first + 1) for first in block.at]
+    local, along, step = list(at), [0] * ndim, [0] * ndim
+    for dim, (low, high) in enumerate(both):
+        local[axes[dim]] += (low - box[dim][0]) * steps[dim]
+        there = block.axes[dim]
+        if there is not None:
+            begin = block.at[there] + low - block.low[dim]
+            target[there] = (begin, begin + high - low)
+            along[there], step[there] = axes[dim], steps[dim]
+    return [(tuple(target), tuple(local), tuple(along), tuple(step))]
+
+
+def block_box(box: Box, block: Sequence[int]) -> Box:
+    """The blocks that a box touches."""
+    return tuple((low // by, -(-high // by)) for (low, high), by in zip(box, block, strict=True))
+
+
+@lru_cache(maxsize=256)
+def scales_layout(layout: Layout, shape: _Shape, block: _Shape) -> Layout:
+    """Returns where the scales of a tensor lie whose values lie under `layout`: on each rank those of the
+    blocks that it has a part of. Under the same placements, with Replicate for Shard along dimensions in
+    which blocks are cut, or where scales would not be sharded as values are. shape, block: of the values, as
+    they are stored. Raises LayoutError where two boxes of one rank share a block."""
+    scales = tuple(-(-size // by) for size, by in zip(shape, block, strict=True))
+    needed = {rank: [block_box(box, block) for box in boxes] for rank, boxes in layout.shards(shape).items()}
+    if layout.by_boxes:
+        return Layout.from_boxes(needed)
+    placements = list(layout.placements)
+    mesh = torch.tensor(layout.ranks).reshape(layout.mesh_shape)
+    ndim = len(shape)
+    sharded = sorted({dim % ndim for kind, dim, *_ in layout._placements if "shard" in kind})
+    for dims in [(), *((dim,) for dim in sharded), tuple(sharded)]:
+        chosen = [
+            Replicate() if "shard" in kind and dim % ndim in dims else placement
+            for placement, (kind, dim, *_) in zip(placements, layout._placements, strict=True)
+        ]
+        found = Layout(mesh, chosen)
+        has = found.shards(scales)
+        if all(_covers(has[rank], box) for rank, boxes in needed.items() for box in boxes):
+            break
+    return found
+
+
+def _covers(boxes: Iterable[Box], box: Box) -> bool:
+    return not _without(box, boxes)
+
+
+def _without(box: Box, others: Iterable[Box]) -> list[Box]:
+    """The parts of a box that none of the others has."""
+    left = [box]
+    for other in others:
+        left = [part for each in left for part in _cut(each, other)]
+    return left
+
+
+def _cut(box: Box, other: Box) -> list[Box]:
+    both = common(box, other)
+    if both is None:
+        return [box]
+    found, rest = [], list(box)
+    for dim, (low, high) in enumerate(both):
+        for side in ((rest[dim][0], low), (high, rest[dim][1])):
+            if side[0] < side[1]:
+                found.append((*rest[:dim], side, *rest[dim + 1 :]))
+        rest[dim] = (low, high)
+    return found
+
+
+def _flat(boxes: _Boxes, ndim: int) -> Layout | None:
+    """The layout in which ranks hold boxes one after the other in a tensor of one dimension; None where there
+    are none."""
+    held: dict[int, HeldBoxes] = {}
+    for rank in sorted(boxes):
+        at, pieces = 0, []
+        for box in boxes[rank]:
+            sizes = extents(box)
+            steps = tuple(math.prod(sizes[dim + 1 :]) for dim in range(ndim))
+            pieces.append((box, (at,), (0,) * ndim, steps))
+            at += math.prod(sizes)
+        if pieces:
+            held[rank] = ((at,), tuple(pieces))
+    return Layout._of_held(tuple(held), tuple(held.values()), ndim) if held else None
+
+
+def _sizes(boxes: Iterable[Box]) -> list[int]:
+    return [math.prod(extents(box)) for box in boxes]
+
+
+class _Near:
+    """Finds the boxes that meet another, of many that are mostly apart."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        ndim = len(boxes[0]) if boxes else 0
+        self._dim = max(range(ndim), key=lambda dim: len({box[dim][0] for box in boxes}), default=0)
+        self._order = sorted(range(len(boxes)), key=lambda at: boxes[at][self._dim])
+        self._lows = [boxes[at][self._dim][0] for at in self._order]
+        self._widest = max((box[self._dim][1] - box[self._dim][0] for box in boxes), default=0)
+        self._boxes = boxes
+
+    def meeting(self, box: Box) -> list[tuple[int, Box]]:
+        """Returns the number of each, and what it has in common with the box."""
+        low, high = box[self._dim]
+        found = []
+        for place in range(bisect_left(self._lows, low - self._widest), bisect_left(self._lows, high)):
+            at = self._order[place]
+            both = common(self._boxes[at], box)
+            if both is not None:
+                found.append((at, both))
+        return found
+
+
+class _Names(NamedTuple):
+    """The names under which a rank's memory is given to moves: of what it holds for values and scales, and of
+    what goes between the holders before, and arrives there."""
+
+    values: str
+    scales: str
+    tensor: str
+    amax: str
+    parts: str
+    seconds: str
+
+
+class Quantized(NamedTuple):
+    """A target that is quantised on the way, the same on all ranks.
+
+    shape, block: of the whole tensor. parts: by rank that holds some. blocks: of the scales of which the rank
+    has memory, by rank. numbers: of the distinct boxes of parts. fetched: by rank, of which box, by its
+    number, which blocks come from other ranks. seconds, lent: columns that come, and that are given, where
+    two ranks share bytes. values, scales: where these are held, as they travel. before: what
+    travels between the holders, in float32, by the name of the memory that it comes from and goes to."""
+
+    name: str
+    scheme: Scheme
+    shape: _Shape
+    block: _Shape
+    parts: dict[int, tuple[Part, ...]]
+    blocks: _Boxes
+    numbers: dict[Box, int]
+    fetched: dict[int, list[tuple[int, Box]]]
+    seconds: _Boxes
+    lent: _Boxes
+    names: _Names
+    values: Layout
+    scales: Layout
+    before: dict[str, Problem]
+
+    @property
+    def sources(self) -> list[str]:
+        return list(dict.fromkeys(part.source for parts in self.parts.values() for part in parts))
+
+
+def quantized(name: str, scheme: Scheme, shape: _Shape, parts: Mapping[int, Sequence[Part]]) -> Quantized:
+    """Raises LayoutError where the scheme does not fit the shape."""
+    block = scheme.blocks(name, shape)
+    names = _Names(*(f"{what} of {name!r} as {scheme.text}" for what in _Names._fields))
+    own: dict[int, tuple[Part, ...]] = {rank: tuple(parts[rank]) for rank in sorted(parts)}
+    numbers: dict[Box, int] = {}
+    for each in own.values():
+        for part in each:
+            numbers.setdefault(part.box, len(numbers))
+    values: _Boxes = {}
+    blocks: _Boxes = {}
+    for rank, each in own.items():
+        packed = [_packed(part.box, scheme.packed) for part in each]
+        values[rank] = [box for box in packed if 0 not in extents(box)]
+        blocks[rank] = []
+        for part in each:
+            blocks[rank] += _without(block_box(part.box, block), blocks[rank])
+    ndim = len(shape)
+    scale_layout, value_layout = _flat(blocks, ndim), _flat(values, ndim)
+    assert scale_layout is not None and value_layout is not None  # the tensor has elements
+    fetched = _fetched(own, numbers, block, shape)
+    seconds, lent = _shared_bytes(own) if scheme.packed > 1 else ({}, {})
+    made = Quantized(
+        name,
+        scheme,
+        shape,
+        block,
+        own,
+        blocks,
+        numbers,
+        fetched,
+        seconds,
+        lent,
+        names,
+        value_layout,
+        scale_layout,
+        {},
+    )
+    return made._replace(before=_before(made))
+
+
+def _packed(box: Box, packed: int) -> Box:
+    """The bytes whose first value is in a box."""
+    low, high = box[-1]
+    return (*box[:-1], (-(-low // packed), -(-high // packed)))
+
+
+def _fetched(
+    own: Mapping[int, Sequence[Part]], numbers: Mapping[Box, int], block: _Shape, shape: _Shape
+) -> dict[int, list[tuple[int, Box]]]:
+    """The blocks that a rank has only a part of, by the parts of other ranks that have more of them."""
+    boxes = list(numbers)
+    near: _Near | None = None
+    found: dict[int, list[tuple[int, Box]]] = {}
+    same: dict[tuple[Box, ...], list[tuple[int, Box]]] = {}  # of ranks that hold the same
+    for rank, parts in own.items():
+        key = tuple(part.box for part in parts)
+        if key not in same:
+            wanted: dict[int, list[Box]] = {}
+            for box in key:
+                for slab in _open_blocks(box, block, shape):
+                    near = near or _Near([block_box(each, block) for each in boxes])
+                    for at, both in near.meeting(slab):
+                        if boxes[at] not in key:
+                            wanted.setdefault(at, []).extend(_without(both, wanted.get(at, ())))
+            same[key] = [(at, each) for at in sorted(wanted) for each in wanted[at]]
+        if same[key]:
+            found[rank] = same[key]
+    return found
+
+
+def _open_blocks(box: Box, block: _Shape, shape: _Shape) -> list[Box]:
+    """The blocks of which a box has some elements and not all, in boxes that are apart."""
+    rest, found = list(block_box(box, block)), []
+    for dim, ((low, high), by, size) in enumerate(zip(box, block, shape, strict=True)):
+        first, last = rest[dim]
+        if low % by:
+            found.append((*rest[:dim], (first, first + 1), *rest[dim + 1 :]))
+            first += 1
+        if high % by and high < size and first < last:
+            found.append((*rest[:dim], (last - 1, last), *rest[dim + 1 :]))
+            last -= 1
+        rest[dim] = (first, last)
+        if first >= last:
+            break
+    return found
+
+
+def _shared_bytes(own: Mapping[int, Sequence[Part]]) -> tuple[_Boxes, _Boxes]:
+    """The columns whose first neighbour is on a rank, and those of all ranks that hold them."""
+    seconds: _Boxes = {}
+    for rank, parts in own.items():
+        for part in parts:
+            high = part.box[-1][1]
+            if high % 2:
+                column = (*part.box[:-1], (high, high + 1))
+                seconds.setdefault(rank, []).extend(_without(column, seconds.get(rank, ())))
+    wanted = list(dict.fromkeys(box for boxes in seconds.values() for box in boxes))
+    near = _Near(wanted)
+    lent: _Boxes = {}
+    for rank, parts in own.items() if wanted else ():
+        for part in parts:
+            for _, both in near.meeting(part.box):
+                lent.setdefault(rank, []).extend(_without(both, lent.get(rank, ())))
+    return seconds, lent
+
+
+def _before(made: Quantized) -> dict[str, Problem]:
+    found: dict[str, Problem] = {}
+
+    def add(name: str, shape: _Shape, src: Layout | None, dst: Layout | None) -> None:
+        if src is not None and dst is not None:
+            found[name] = Problem(shape, torch.float32, src, dst)
+
+    names, ndim, count = made.names, len(made.shape), len(made.numbers)
+    # Slice by slice of a further dimension, the magnitudes of each of the boxes.
+    if made.fetched:
+        total = tuple(-(-size // by) for size, by in zip(made.shape, made.block, strict=True))
+        has = {
+            rank: [_slice(made.numbers[part.box], block_box(part.box, made.block)) for part in parts]
+            for rank, parts in made.parts.items()
+        }
+        wants = {rank: [_slice(at, box) for at, box in each] for rank, each in made.fetched.items()}
+        add(names.amax, (count, *total), _flat(has, ndim + 1), _flat(wants, ndim + 1))
+    if made.scheme.packed > 1:
+        if count > 1:
+            own: _Boxes = {
+                rank: [((at, at + 1),) for at in sorted({made.numbers[part.box] for part in parts})]
+                for rank, parts in made.parts.items()
+            }
+            add(names.parts, (count,), _flat(own, 1), Layout(list(made.parts), [Replicate()]))
+        add(names.seconds, made.shape, _flat(made.lent, ndim), _flat(made.seconds, ndim))
+    return found
+
+
+def _slice(at: int, box: Box) -> Box:
+    return ((at, at + 1), *box)
+
+
+class Blocks:
+    """The tensors of one call that this rank quantises: the largest magnitudes of its blocks, then values and
+    scales of these. No memory of a source is kept."""
+
+    def __init__(self, rank: int, made: Sequence[Quantized], sources: Mapping[str, torch.Tensor]) -> None:
+        """sources: the local tensors that this rank holds, by name. Reads all that is quantised once."""
+        self._rank = rank
+        self._made = [each for each in made if rank in each.parts]
+        self._amax: dict[str, list[torch.Tensor]] = {}  # by name, of each part
+        self._tensor_amax: dict[str, float] = {}
+        self._seconds: dict[str, torch.Tensor] = {}
+        self.sent: dict[str, torch.Tensor] = {}  # to the other holders
+        self.arriving: dict[str, torch.Tensor] = {}
+        for each in self._made:
+            self._measure(each, sources)
+
+    def _measure(self, made: Quantized, sources: Mapping[str, torch.Tensor]) -> None:
+        names, parts = made.names, made.parts[self._rank]
+        boxes = [block_box(part.box, made.block) for part in parts]
+        flat = _floats(sum(_sizes(boxes)))
+        amax = self._amax[made.name] = list(flat.split(_sizes(boxes)))
+        for part, found in zip(parts, amax, strict=True):
+            amax_of(_view(part, sources), [low for low, _ in part.box], made.block, found)
+        if made.fetched:
+            self.sent[names.amax] = flat
+            self.arriving[names.amax] = _floats(
+                sum(_sizes(box for _, box in made.fetched.get(self._rank, ())))
+            )
+        if made.scheme.packed == 1:
+            return
+        most: dict[int, torch.Tensor] = {}
+        for part, found in zip(parts, amax, strict=True):
+            most[made.numbers[part.box]] = found.max()
+        self.sent[names.parts] = torch.stack([most[at] for at in sorted(most)])
+        self.arriving[names.parts] = _floats(len(made.numbers))
+        self.sent[names.seconds] = torch.cat(
+            [
+                _floats(0),
+                *(_columns(box, parts, sources).reshape(-1) for box in made.lent.get(self._rank, ())),
+            ]
+        )
+        self.arriving[names.seconds] = _floats(sum(_sizes(made.seconds.get(self._rank, ()))))
+
+    def settle(self) -> None:
+        """Makes the magnitudes those of the whole tensors, once what the other holders sent has arrived.
+        Raises LayoutError for values of which no scale can be made."""
+        for made in self._made:
+            names, parts, amax = made.names, made.parts[self._rank], self._amax[made.name]
+            boxes = [block_box(part.box, made.block) for part in parts]
+            own = [each.clone().reshape(extents(box)) for each, box in zip(amax, boxes, strict=True)]
+            others = list(zip(boxes, own, strict=True)) if len(parts) > 1 else []
+            fetched = [box for _, box in made.fetched.get(self._rank, ())]
+            if fetched:
+                found = self.arriving[names.amax].split(_sizes(fetched))
+                others += [
+                    (box, each.reshape(extents(box))) for box, each in zip(fetched, found, strict=True)
+                ]
+            for box, mine in zip(boxes, amax, strict=True):
+                for other, theirs in others:
+                    both = common(box, other)
+                    if both is not None:
+                        place = _inside(mine.reshape(extents(box)), box, both)
+                        torch.maximum(place, _inside(theirs, other, both), out=place)
+            if made.scheme.packed > 1:
+                whole = self.arriving[names.parts] if len(made.numbers) > 1 else self.sent[names.parts]
+                self._tensor_amax[made.name] = float(whole.max())
+                self._seconds[made.name] = self.arriving[names.seconds]
+            self._check(made, boxes)
+        self.sent, self.arriving = {}, {}
+
+    def _check(self, made: Quantized, boxes: Sequence[Box]) -> None:
+        for box, amax in zip(boxes, self._amax[made.name], strict=True):
+            if not math.isfinite(float(amax.max())):
+                at = int((~amax.isfinite()).nonzero()[0])
+                index = torch.unravel_index(torch.tensor(at), extents(box))
+                begins = [(low + int(i)) * by for (low, _), i, by in zip(box, index, made.block, strict=True)]
+                raise LayoutError(
+                    f"{made.name!r} has a value that is not finite in the block of {made.block} at "
+                    f"{tuple(begins)}: its scale as {made.scheme.text} would overflow; make the weights "
+                    "finite, or send them without quantize="
+                )
+
+    def staged(self, wanted: Collection[str], sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns those of the wanted values and scales that are made here, by name. sources: as in the
+        constructor."""
+        found: dict[str, torch.Tensor] = {}
+        for made in self._made:
+            if made.names.values in wanted:
+                found[made.names.values] = self._values(made, sources)
+            if made.names.scales in wanted:
+                found[made.names.scales] = self._scales(made)
+            if made.names.tensor in wanted:
+                scale = tensor_scale_of(self._tensor_amax[made.name])
+                found[made.names.tensor] = _floats().fill_(scale)
+        return found
+
+    def _values(self, made: Quantized, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        parts, scheme = made.parts[self._rank], made.scheme
+        sizes = _sizes(_packed(part.box, scheme.packed) for part in parts)
+        values = fresh((sum(sizes),), scheme.values)
+        for part, amax, out in zip(parts, self._amax[made.name], values.split(sizes), strict=True):
+            box, view = part.box, _view(part, sources)
+            if scheme.packed > 1:
+                box, view, amax = self._whole_bytes(made, box, view, amax)
+            low = [first for first, _ in box]
+            values_of(scheme, view, low, made.block, amax, self._tensor_amax.get(made.name, 0.0), out)
+        return values
+
+    def _whole_bytes(
+        self, made: Quantized, box: Box, view: torch.Tensor, amax: torch.Tensor
+    ) -> tuple[Box, torch.Tensor, torch.Tensor]:
+        """A part, with the second values of bytes whose first ones it has, and without those that lack
+        theirs."""
+        low, high = box[-1]
+        if low % 2 == 0 and high % 2 == 0:
+            return box, view, amax
+        whole = (*box[:-1], (low + low % 2, high + high % 2))
+        if 0 in extents(whole):
+            return whole, view.new_empty(extents(whole)), amax
+        made_whole = view.new_empty(extents(whole))
+        inside = (*box[:-1], (low + low % 2, high))
+        _inside(made_whole, whole, inside).copy_(_inside(view, box, inside))
+        if high % 2:
+            columns = made.seconds[self._rank]
+            found = self._seconds[made.name].split(_sizes(columns))
+            for column, values in zip(columns, found, strict=True):
+                both = common(column, whole)
+                if both is not None:
+                    theirs = _inside(values.reshape(extents(column)), column, both)
+                    _inside(made_whole, whole, both).copy_(theirs)
+        blocks, fewer = block_box(box, made.block), block_box(whole, made.block)
+        return whole, made_whole, _inside(amax.reshape(extents(blocks)), blocks, fewer).contiguous()
+
+    def _scales(self, made: Quantized) -> torch.Tensor:
+        boxes, scheme = made.blocks[self._rank], made.scheme
+        found = fresh((sum(_sizes(boxes)),), scheme.scales)
+        left = list(zip(boxes, found.split(_sizes(boxes)), strict=True))
+        for part, amax in zip(made.parts[self._rank], self._amax[made.name], strict=True):
+            blocks = block_box(part.box, made.block)
+            for box, out in [each for each in left if common(each[0], blocks) == each[0]]:
+                mine = _inside(amax.reshape(extents(blocks)), blocks, box).contiguous()
+                scales_of(scheme, mine, self._tensor_amax.get(made.name, 0.0), out)
+            left = [each for each in left if common(each[0], blocks) != each[0]]
+        return found
+
+
+def _view(part: Part, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return piece_view(sources[part.source], part.piece).resolve_neg()
+
+
+def _inside(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
+    """The part of a tensor that holds a box."""
+    for dim, ((low, _), (begin, end)) in enumerate(zip(box, part, strict=True)):
+        tensor = tensor.narrow(dim, begin - low, end - begin)
+    return tensor
+
+
+def _floats(*shape: int) -> torch.Tensor:
+    return fresh(shape, torch.float32)
+
+
+def _columns(box: Box, parts: Sequence[Part], sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A box that the parts have together, in float32."""
+    found = _floats(*extents(box))
+    for part in parts:
+        both = common(part.box, box)
+        if both is not None:
+            _inside(found, box, both).copy_(_inside(_view(part, sources), part.box, both))
+    return found
