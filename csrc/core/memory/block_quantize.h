@@ -13,7 +13,7 @@
 namespace meshcast {
 
 // A value x of a block whose largest magnitude is m. All arithmetic is in float32, rounded to nearest, ties to
-// even. What is too large becomes the largest of its type.
+// even. Magnitudes beyond the largest of a type become that.
 enum class BlockFormat : uint8_t {
   // Values float8_e4m3fn: x / scale; scales float32: max(m, 1e-12) / 448. torchao 0.18, quant_primitives.py,
   // _choose_scale_float8 with hp_value_lb=1e-12 and _quantize_affine_float8, of the tensor in float32.
@@ -22,9 +22,8 @@ enum class BlockFormat : uint8_t {
   // 2^-127. torchao 0.18, mx_tensor.py, to_mx with ScaleCalculationMode.FLOOR.
   MxFp8,
   // Values float4_e2m1, the first of two in the low half of a byte: x * (1 / tensor_scale / scale).
-  // tensor_scale,
-  // float32, is M / (448 * 6), where M >= 1e-12 is the largest magnitude of the tensor. Scales float8_e4m3fn:
-  // m / 6 / tensor_scale, at least 2^-6. torchao 0.18, nvfp4_tensor.py, nvfp4_quantize with
+  // tensor_scale, float32, is M / (448 * 6), where M >= 1e-12 is the largest magnitude of the tensor. Scales
+  // float8_e4m3fn: m / 6 / tensor_scale, at least 2^-6. torchao 0.18, nvfp4_tensor.py, nvfp4_quantize with
   // per_tensor_amax_to_scale.
   NvFp4,
 };

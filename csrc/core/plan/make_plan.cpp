@@ -218,8 +218,8 @@ size_t most_receiving_hosts(const Inputs& in) {
 class Search {
  public:
   // most: the most hops if this is one of many islands, else 0.
-  Search(Inputs in, const PortDemand& ports, int64_t most, Plan* plan)
-      : in_(std::move(in)),
+  Search(const Inputs& in, const PortDemand& ports, int64_t most, Plan* plan)
+      : in_(in),
         ports_(ports),
         plan_(plan),
         best_(plan),
@@ -346,7 +346,7 @@ void plan_tasks(const Network& network, int64_t most, Plan* plan) {
       ports.bound_ns,  fit_chunk_bytes(chunk, plan->tasks, bundles, most > 0 ? std::min(most, hops) : hops),
       options.balance, options.seed,
       ports.ways,      &reductions};
-  Search(std::move(in), ports, most, plan).run();
+  Search(in, ports, most, plan).run();
 }
 
 // A plan of each kind of islands, repeated for all islands of the kind.

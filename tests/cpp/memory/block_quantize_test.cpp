@@ -19,7 +19,7 @@ namespace {
 constexpr std::array<ElementType, 3> kSources{ElementType::Float32, ElementType::Float16,
                                               ElementType::BFloat16};
 constexpr std::array<BlockFormat, 3> kFormats{BlockFormat::Fp8E4m3, BlockFormat::MxFp8, BlockFormat::NvFp4};
-constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 void store(ElementType type, float x, std::byte* to) {
@@ -115,7 +115,7 @@ Scale scale_of(BlockFormat format, float amax, float tensor_amax) {
     return {std::bit_cast<uint32_t>(scale), scale};
   }
   if (format == BlockFormat::MxFp8) {
-    if (std::isnan(amax)) return {255, kInf};
+    if (std::isnan(amax)) return {255, kInfinity};
     // frexp of infinity is not defined; its exponent bits are 255.
     const int power = std::isinf(amax) ? 128 : amax < 0x1p-126F ? -127 : std::ilogb(amax);
     const int scale = std::clamp(power - 8, -127, 128);
@@ -257,9 +257,9 @@ TEST_CASE("parts of a tensor agree on the largest magnitude of the blocks that t
 }
 
 TEST_CASE("zeros, subnormals, infinities and NaNs are quantised as the formula has it", "[quantize]") {
-  const std::array<float, 16> special{0.0F,     -0.0F,    0x1p-149F, -0x1p-130F, 0x1p-126F, 0x1p-120F,
-                                      0x1p-24F, 65504.0F, 448.0F,    448.001F,   -464.0F,   1e30F,
-                                      0x1p127F, kInf,     -kInf,     kNan};
+  const std::array<float, 16> special{0.0F,     -0.0F,     0x1p-149F,  -0x1p-130F, 0x1p-126F, 0x1p-120F,
+                                      0x1p-24F, 65504.0F,  448.0F,     448.001F,   -464.0F,   1e30F,
+                                      0x1p127F, kInfinity, -kInfinity, kNan};
   for (const BlockFormat format : kFormats) {
     for (const ElementType type : kSources) {
       for (size_t a = 0; a < special.size(); ++a) {
@@ -278,7 +278,7 @@ TEST_CASE("zeros, subnormals, infinities and NaNs are quantised as the formula h
   CHECK(amax_of(zeros.whole(1, 16)) == std::vector<float>{0, 0});
   Matrix nan(ElementType::BFloat16, 1, 32);
   store(nan.type, kNan, nan.at(0, 20));
-  store(nan.type, kInf, nan.at(0, 21));
+  store(nan.type, kInfinity, nan.at(0, 21));
   const std::vector<float> found = amax_of(nan.whole(1, 16));
   CHECK(found[0] == 0);
   CHECK(std::isnan(found[1]));
