@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import base64
 import functools
+import hashlib
 import json
+import struct
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +21,7 @@ import torch
 from ..errors import MeshcastError
 from .checks import Reader, dtype, dtype_name
 
-__all__ = ["once", "pack", "unpack"]
+__all__ = ["once", "pack", "text_digest", "unpack"]
 
 T = TypeVar("T")
 
@@ -73,6 +75,14 @@ def unpack(kind: type[T], text: str, known: dict[Any, Any] | None = None) -> T:
             f"what another rank sent cannot be read as {name} ({type(error).__name__}: {error}); give all "
             "ranks the same version of meshcast"
         ) from error
+
+
+def text_digest(text: str) -> tuple[int, int]:
+    """Returns a digest of what a rank says: 128 bits in two int64; zeros for ""."""
+    if not text:
+        return 0, 0
+    low, high = struct.unpack("<qq", hashlib.blake2b(text.encode(), digest_size=16).digest())
+    return low, high
 
 
 class _Rows:

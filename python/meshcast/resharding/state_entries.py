@@ -23,6 +23,7 @@ from ..layout import Box, Layout
 from ..planning.plan import Problem
 from ..transfers.medium import DeviceTypes, Ends, settled
 from .meshes import Family
+from .recorded import Landing
 from .tensor_map import TensorMap
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "memory_with",
     "mismatch",
     "names_text",
+    "recorded_name",
     "same_memory",
     "wanted_text",
     "with_boxes",
@@ -120,7 +122,8 @@ class StateSide(NamedTuple):
     """One rank's side of a call, by the names that entries travel under. ties, out_ties: tensors, and
     outputs, that are an earlier one. carried: entries that are no tensors, as text. renamed: {previous name:
     name}; unmatched: names that rename= or only= give and this rank does not know. selects: it has an only=.
-    own: entries of which each rank has its own. scales: {name: (name of its scales, block)}. obstacles: why
+    own: entries of which each rank has its own. recorded: {parameter: what arrives in its memory}; skipped:
+    entries that the loader of these leaves out. scales: {name: (name of its scales, block)}. obstacles: why
     the rank can take no part in transfers between GPUs, and in those between CPUs and GPUs; "" where it can.
     """
 
@@ -135,6 +138,8 @@ class StateSide(NamedTuple):
     selects: bool
     own: tuple[str, ...]
     loaded: dict[str, LoadedBoxes]
+    recorded: dict[str, Landing]
+    skipped: tuple[str, ...]
     maps: tuple[TensorMap, ...]
     scales: dict[str, tuple[str, tuple[int, ...]]]
     options: Terms
@@ -161,7 +166,8 @@ class Move(NamedTuple):
 
 @dataclass
 class Target:
-    """A tensor that arrives. alias: the name of another that it is, as at the source."""
+    """A tensor that arrives. alias: the name of another that it is, as at the source. recorded: memory of
+    parameters, of its own size on each rank."""
 
     name: str
     shape: tuple[int, ...]
@@ -169,6 +175,7 @@ class Target:
     layout: Layout
     device_type: str
     alias: str | None = None
+    recorded: bool = False
     moves: list[Move] = field(default_factory=list)
 
 
@@ -189,6 +196,11 @@ class Agreed:
     def sources(self) -> list[str]:
         """Names of what travels, each once."""
         return list(dict.fromkeys(move.source for move in self.moves))
+
+
+def recorded_name(parameter: str) -> str:
+    """The name of a target that is memory of a parameter: an entry may have the parameter's own name."""
+    return f"parameter {parameter}"
 
 
 def held_text(held: Held) -> str:

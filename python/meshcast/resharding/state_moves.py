@@ -42,6 +42,7 @@ from .state_entries import (
     held_text,
     mismatch,
     names_text,
+    recorded_name,
     wanted_text,
     with_boxes,
 )
@@ -177,6 +178,7 @@ class Sides:
         self.twins: dict[str, tuple[Layout, ...]] = {}
         self._places: dict[str, list[Layout]] = {}
         self._held: dict[str, Held] = {}
+        self._mapped: dict[int, dict[str, tuple[tuple[int, ...], list[Block]]]] = {}
         self.own = frozenset(name for side in sides.values() for name in side.own)
         self._holders: dict[str, dict[int, Held]] = {}
         for other in self.ranks:
@@ -259,6 +261,14 @@ class Sides:
         if found is None:
             found = self._held[name] = self._together(name)
         return found
+
+    def mapped(
+        self, each: TensorMap, shapes: dict[str, tuple[int, ...]]
+    ) -> dict[str, tuple[tuple[int, ...], list[Block]]]:
+        """The blocks that make each target of a map, as for tensor_map.mapped; found once."""
+        if id(each) not in self._mapped:
+            self._mapped[id(each)] = mapped(each, shapes)
+        return self._mapped[id(each)]
 
     def check_asked(self, name: str) -> None:
         """Raises unless some rank has a tensor that is asked for by this name."""
@@ -434,7 +444,8 @@ def agree(given: Mapping[int, StateSide]) -> Agreed:
     sides.check_lost()
     names = sides.names()
     carried = {name for side in given.values() for name in side.carried}
-    if not names and not carried:
+    recorded = {name: None for side in given.values() for name in side.recorded}
+    if not names and not carried and not recorded:
         raise LayoutError(
             "no destinations; give (mesh, placements) for at least one name, where it is received"
         )
@@ -454,8 +465,11 @@ def agree(given: Mapping[int, StateSide]) -> Agreed:
             used.add(name)
     missing: dict[Gone, None] = {}
     targets = {name: _target(name, each, made.get(name), sides, missing) for name, each in wanted.items()}
+    for name in recorded:
+        target = _recorded_target(name, sides, makers, used, missing)
+        targets[target.name] = target
     raise_gone(list(missing))
-    sides.check_extra(used)
+    sides.check_extra(used.union(name for side in given.values() for name in side.skipped))
     _tie(targets, sides, makers)
     _check_scales(targets, sides)
     held = {name: sides.held(name) for name in sorted(used)}
@@ -494,6 +508,82 @@ def _target(
             _move(source, target, each, dst, ("cpu", "cpu") if through_host else types, through_host, sides)
         )
     return target
+
+
+def _recorded_target(
+    name: str,
+    sides: Sides,
+    makers: Mapping[str, TensorMap],
+    used: set[str],
+    missing: dict[Gone, None],
+) -> Target:
+    """The memory of a parameter, as the loaders of all ranks that have it were recorded."""
+    landings = {
+        rank: sides.sides[rank].recorded[name] for rank in sides.ranks if name in sides.sides[rank].recorded
+    }
+    first_rank, first = next(iter(landings.items()))
+    entries: dict[str, tuple[tuple[int, ...], dict[int, HeldBoxes]]] = {}
+    for rank, landing in landings.items():
+        if (landing.dtype, landing.device_type) != (first.dtype, first.device_type):
+            raise mismatch(
+                f"the parameter {name!r} is {dtype_name(first.dtype)} on {first.device_type} on rank "
+                f"{first_rank}, but {dtype_name(landing.dtype)} on {landing.device_type} on rank {rank}"
+            )
+        for source in landing.sources:
+            shape, held = entries.setdefault(source.entry, (source.shape, {}))
+            if shape != source.shape:
+                raise mismatch(
+                    f"{source.entry!r} was recorded with shape {source.shape} on rank {rank}, and {shape}"
+                )
+            held[rank] = source.held(landing.numel)
+    memory = Layout._of_held(tuple(landings), tuple(((each.numel,), ()) for each in landings.values()), 1)
+    target = Target(recorded_name(name), (), first.dtype, memory, first.device_type, recorded=True)
+    wanted: dict[str, dict[int, list[Piece]]] = {}  # of each source: several entries may be made of one
+    for entry, (shape, held) in entries.items():
+        layout = Layout._of_held(tuple(held), tuple(held.values()), len(shape))
+        for tensor, part in _made_of(entry, shape, layout, sides, makers):
+            ranks = wanted.setdefault(tensor, {})
+            for rank, (_, pieces) in zip(part.ranks, part._held, strict=True):
+                ranks.setdefault(rank, []).extend(pieces)
+    for tensor, ranks in wanted.items():
+        used.add(tensor)
+        each = sides.held(tensor)
+        pieces_of = tuple(((landings[rank].numel,), tuple(ranks[rank])) for rank in sorted(ranks))
+        dst = Layout._of_held(tuple(sorted(ranks)), pieces_of, len(each.shape))
+        _check_cast(repr(tensor), each.dtype, f"the parameter {name!r}", first.dtype)
+        if _lives(tensor, each, dst, sides, missing):
+            check_holds(tensor, each.shape, each.where, dst)
+            types = device_types_of(each.device_type, first.device_type)
+            _check_gpus(tensor, each.where, dst, types, sides)
+            target.moves.append(_move(tensor, target, each, dst, types, False, sides))
+    return target
+
+
+def _made_of(
+    entry: str, shape: tuple[int, ...], layout: Layout, sides: Sides, makers: Mapping[str, TensorMap]
+) -> list[tuple[str, Layout]]:
+    """The tensors that an entry is made of, each with what is wanted of it."""
+    if entry not in makers:
+        if not sides.holders(entry):
+            raise LayoutError(f"no rank's state_dict has the key {entry!r}, which the recorded loader uses")
+        found = sides.held(entry).shape
+        parts = [(entry, layout)]
+    else:
+        names = [source for source in makers[entry].names() if sides.holders(source)]
+        found, blocks = sides.mapped(makers[entry], {source: sides.held(source).shape for source in names})[
+            entry
+        ]
+        parts = []
+        for source in dict.fromkeys(block.source for block in blocks):
+            own = [block for block in blocks if block.source == source]
+            dst = mapped_layout(own, shape, layout, len(sides.held(source).shape)) if found == shape else None
+            parts += [] if dst is None else [(source, dst)]
+    if found != shape:
+        raise LayoutError(
+            f"{entry!r} has shape {found}, but {shape} when the loader was recorded; record again with the "
+            "names and shapes of this checkpoint"
+        )
+    return parts
 
 
 def _move(
@@ -554,11 +644,13 @@ def _result_dtype(
             "(dtype=)"
         )
     for kind in kinds:
-        if result != kind and not (result.is_floating_point and kind.is_floating_point):
-            raise LayoutError(
-                f"{name!r} is {kind}, its output {result}; only floating-point tensors are cast"
-            )
+        _check_cast(repr(name), kind, "its output", result)
     return result
+
+
+def _check_cast(name: str, dtype: torch.dtype, what: str, result: torch.dtype) -> None:
+    if result != dtype and not (result.is_floating_point and dtype.is_floating_point):
+        raise LayoutError(f"{name} is {dtype}, {what} {result}; only floating-point tensors are cast")
 
 
 def _hint(out: Output, wanted: Wanted, expected: tuple[int, ...]) -> str:

@@ -11,9 +11,7 @@ own, so that they need no order with other calls of the process group.
 
 from __future__ import annotations
 
-import hashlib
 import math
-import struct
 import threading
 import time
 from collections import deque
@@ -30,11 +28,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..base import checks
 from ..base.values import carried, is_carried, restored, same_values, shown
-from ..base.wire import pack, unpack
+from ..base.wire import pack, text_digest, unpack
 from ..errors import (
     AbortedError,
     Caller,
     DeadlineExceededError,
+    LayoutError,
     MeshcastError,
     PeerLostError,
     PlanMismatchError,
@@ -53,7 +52,7 @@ from .memory import note_written
 from .meshes import positive_placements
 from .state_arguments import Given, StateCall, checked_call, receiving
 from .state_batches import Batch, Digests, Kept, Known, check_twins, check_whole
-from .state_entries import OP, StateSide, Target, local_of, mismatch, same_memory
+from .state_entries import OP, StateSide, Target, local_of, mismatch, recorded_name, same_memory
 from .state_moves import agree
 
 if TYPE_CHECKING:
@@ -165,7 +164,7 @@ def _arriving(call: StateCall, targets: dict[str, Target], rank: int) -> dict[st
     found = {}
     shapes: dict[Any, tuple[int, ...] | None] = {}
     for name, target in targets.items():
-        if target.alias is not None:
+        if target.alias is not None or target.recorded:
             continue
         out = call.outs.get(name)
         if out is not None:
@@ -319,15 +318,26 @@ class StateRun:
         """Returns the local tensors that this rank sends, by source, and those that targets arrive in."""
         call = self.checked
         reused = {} if self.memory is None else self.memory.fitting(self.key, targets)
-        arriving = reused or _arriving(call, targets, self.rank)
-        sent = call.sent([*map(local_of, call.outs.values()), *reused.values()])
+        landings = {recorded_name(name): x for name, x in call.memory.items()}
+        arriving = {**(reused or _arriving(call, targets, self.rank)), **landings}
+        sent = call.sent([*map(local_of, call.outs.values()), *landings.values(), *reused.values()])
         if self.memory is not None:
             reused.update(arriving)
         return sent, arriving
 
+    def finish(self, targets: dict[str, Target], arrived: dict[str, torch.Tensor]) -> None:
+        """Ends the call on this rank where a loader has a part in it."""
+        call = self.checked
+        if call.recorded is not None:
+            whole = {name: arrived[targets[name].alias or name] for name in call.side.wanted}
+            call.recorded._finish(call.memory, whole)
+
     def fill(self, known: Known, arrived: dict[str, torch.Tensor], values: dict[str, Any]) -> ReshardedState:
         """Puts into `result` what this rank asked for. Tied targets are one tensor, as at the source."""
         call, targets, result = self.checked, known.agreed.targets, self.result
+        if call.recorded is not None:
+            result.update({**call.recorded._tensors(), **values})
+            return result
         specs: dict[Any, DTensorSpec] = {}
         for name in call.side.wanted:
             target = targets.get(name)
@@ -402,6 +412,7 @@ class Conversation:
             for batch in run.begin(known.batches):
                 run.made += batch.run(sent, arriving, deadline, digests)
                 done += 1
+            run.finish(agreed.targets, arriving)
             self.kept.add(run.key, known)
         except (DeadlineExceededError, PeerLostError, AbortedError):
             raise
@@ -431,7 +442,7 @@ class Conversation:
             self.versions.get(run.names, _NONE),
             int(call is not None and bool(call.tensors)),
             int(changed),
-            *_digest(text),
+            *text_digest(text),
         )
         rows = self._round(run, "specs", run.refused, row, "refused its arguments")
         return known, text, {rank: _Row(*each) for rank, each in rows.items()}
@@ -529,14 +540,6 @@ def _left(deadline: float) -> float:
     return max(deadline - time.monotonic(), 1e-3)
 
 
-def _digest(text: str) -> tuple[int, int]:
-    """Returns a digest of what a rank says: 128 bits in two int64; zeros for ""."""
-    if not text:
-        return 0, 0
-    low, high = struct.unpack("<qq", hashlib.blake2b(text.encode(), digest_size=16).digest())
-    return low, high
-
-
 def _agreed_version(rows: Mapping[int, _Row]) -> int | None:
     """Returns the version that all ranks mean. Raises where they differ or it is old."""
     given = {rank: row.version for rank, row in rows.items() if row.version != _NONE}
@@ -605,7 +608,7 @@ class Repeated:
         if run.call is not None and again is None:
             self._key, self._kept = run.key, {}
             # Weights that it has sent are none of its business any longer.
-            self._call = replace(run.call, tensors={}, outs={})
+            self._call = replace(run.call, tensors={}, outs={}, memory={})
             self._like = {old: likeness(x) for old, x in (state or {}).items() if not is_carried(x)}
             self._outs = {name: _place(x) for name, x in run.call.outs.items()}
             self._into = receiving(self._given.destinations, None)[1]
@@ -632,7 +635,11 @@ class Repeated:
         values = {names[old]: carried(x) for old, x in state.items() if old in names and is_carried(x)}
         if values.keys() != side.carried.keys() or same_memory(sent.items()) != side.ties:
             return None
-        return replace(call, side=side._replace(carried=values), tensors=sent, outs=outs)
+        try:
+            memory = {} if call.recorded is None else call.recorded._memory()
+        except LayoutError:
+            return None
+        return replace(call, side=side._replace(carried=values), tensors=sent, outs=outs, memory=memory)
 
 
 def likeness(x: Any) -> Any:
