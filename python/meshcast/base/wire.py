@@ -90,13 +90,13 @@ class _Rows:
 
     def __init__(self, rows: list[Any], known: dict[Any, Any]) -> None:
         self._rows = rows
-        self._known = known
+        self.known = known
         self._read: dict[int, Any] = {}
 
     def value(self, place: int, read: Callable[[Any, _Rows], Any]) -> Any:
         if place not in self._read:
             value = read(self._rows[place], self)
-            self._read[place] = self._known.setdefault(value, value)
+            self._read[place] = self.known.setdefault(value, value)
         return self._read[place]
 
 
@@ -141,7 +141,7 @@ def _whole_codec(kind: Any) -> tuple[_Write, _Read]:
     if kind is torch.dtype:
         return lambda value, _: dtype_name(value), lambda raw, _: dtype(raw)
     if hasattr(kind, "to_wire"):
-        return lambda value, _: value.to_wire(), lambda raw, _: kind.from_wire(Reader(raw, kind.__name__))
+        return lambda value, _: value.to_wire(), functools.partial(_read_object, kind)
     if isinstance(kind, type) and issubclass(kind, Enum):
         return lambda value, _: value.name, lambda raw, _: kind[raw]
     if is_dataclass(kind) or hasattr(kind, "_fields"):
@@ -153,6 +153,15 @@ def _whole_codec(kind: Any) -> tuple[_Write, _Read]:
     if isinstance(origin, type) and issubclass(origin, Sequence | AbstractSet):
         return _items(arguments[0], origin)
     raise TypeError(f"a value of type {kind} cannot be sent")
+
+
+def _read_object(kind: Any, raw: Any, rows: _Rows) -> Any:
+    """An object from its JSON; one that an earlier text had is not made again."""
+    key = (kind, json.dumps(raw))
+    found = rows.known.get(key)
+    if found is None:
+        found = rows.known[key] = kind.from_wire(Reader(raw, kind.__name__))
+    return found
 
 
 def _as_it_is(value: Any, _: _Table) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..base.boxes import HeldBoxes
+from ..base.boxes import Piece
 from ..base.checks import dtype_name, read_json
 from ..base.wire import pack, unpack
 from ..errors import Caller, LayoutError, MeshcastError
@@ -95,13 +95,13 @@ class LandingSource(NamedTuple):
     shape: tuple[int, ...]
     pieces: tuple[tuple[int, ...], ...]
 
-    def held(self, numel: int) -> HeldBoxes:
-        """The boxes in a memory of so many elements."""
-        found = []
+    def placed(self) -> list[Piece]:
+        """The boxes, and where they lie in the memory."""
+        found: list[Piece] = []
         for place, *sides in self.pieces:
             box = tuple(zip(sides[::3], sides[1::3], strict=True))
             found.append((box, (place,), (0,) * len(box), tuple(sides[2::3])))
-        return (numel,), tuple(found)
+        return found
 
 
 class Landing(NamedTuple):

@@ -31,6 +31,7 @@ from .meshes import (
     separate,
     survivors,
 )
+from .recorded import Landing
 from .state_entries import (
     Agreed,
     Held,
@@ -522,34 +523,25 @@ def _recorded_target(
         rank: sides.sides[rank].recorded[name] for rank in sides.ranks if name in sides.sides[rank].recorded
     }
     first_rank, first = next(iter(landings.items()))
-    entries: dict[str, tuple[tuple[int, ...], dict[int, HeldBoxes]]] = {}
+    wanted: dict[str, dict[int, tuple[Piece, ...]]] = {}
+    read: dict[int, dict[str, tuple[Piece, ...]]] = {}  # of each landing: those of replicas are one object
     for rank, landing in landings.items():
         if (landing.dtype, landing.device_type) != (first.dtype, first.device_type):
             raise mismatch(
                 f"the parameter {name!r} is {dtype_name(first.dtype)} on {first.device_type} on rank "
                 f"{first_rank}, but {dtype_name(landing.dtype)} on {landing.device_type} on rank {rank}"
             )
-        for source in landing.sources:
-            shape, held = entries.setdefault(source.entry, (source.shape, {}))
-            if shape != source.shape:
-                raise mismatch(
-                    f"{source.entry!r} was recorded with shape {source.shape} on rank {rank}, and {shape}"
-                )
-            held[rank] = source.held(landing.numel)
+        if id(landing) not in read:
+            read[id(landing)] = _pieces_of(landing, sides, makers)
+        for tensor, pieces in read[id(landing)].items():
+            wanted.setdefault(tensor, {})[rank] = pieces
     memory = Layout._of_held(tuple(landings), tuple(((each.numel,), ()) for each in landings.values()), 1)
     target = Target(recorded_name(name), (), first.dtype, memory, first.device_type, recorded=True)
-    wanted: dict[str, dict[int, list[Piece]]] = {}  # of each source: several entries may be made of one
-    for entry, (shape, held) in entries.items():
-        layout = Layout._of_held(tuple(held), tuple(held.values()), len(shape))
-        for tensor, part in _made_of(entry, shape, layout, sides, makers):
-            ranks = wanted.setdefault(tensor, {})
-            for rank, (_, pieces) in zip(part.ranks, part._held, strict=True):
-                ranks.setdefault(rank, []).extend(pieces)
     for tensor, ranks in wanted.items():
         used.add(tensor)
         each = sides.held(tensor)
-        pieces_of = tuple(((landings[rank].numel,), tuple(ranks[rank])) for rank in sorted(ranks))
-        dst = Layout._of_held(tuple(sorted(ranks)), pieces_of, len(each.shape))
+        held = tuple(((landings[rank].numel,), pieces) for rank, pieces in ranks.items())
+        dst = Layout._of_held(tuple(ranks), held, len(each.shape))
         _check_cast(repr(tensor), each.dtype, f"the parameter {name!r}", first.dtype)
         if _lives(tensor, each, dst, sides, missing):
             check_holds(tensor, each.shape, each.where, dst)
@@ -559,31 +551,34 @@ def _recorded_target(
     return target
 
 
-def _made_of(
-    entry: str, shape: tuple[int, ...], layout: Layout, sides: Sides, makers: Mapping[str, TensorMap]
-) -> list[tuple[str, Layout]]:
-    """The tensors that an entry is made of, each with what is wanted of it."""
-    if entry not in makers:
-        if not sides.holders(entry):
-            raise LayoutError(f"no rank's state_dict has the key {entry!r}, which the recorded loader uses")
-        found = sides.held(entry).shape
-        parts = [(entry, layout)]
-    else:
-        names = [source for source in makers[entry].names() if sides.holders(source)]
-        found, blocks = sides.mapped(makers[entry], {source: sides.held(source).shape for source in names})[
-            entry
-        ]
-        parts = []
-        for source in dict.fromkeys(block.source for block in blocks):
-            own = [block for block in blocks if block.source == source]
-            dst = mapped_layout(own, shape, layout, len(sides.held(source).shape)) if found == shape else None
-            parts += [] if dst is None else [(source, dst)]
-    if found != shape:
-        raise LayoutError(
-            f"{entry!r} has shape {found}, but {shape} when the loader was recorded; record again with the "
-            "names and shapes of this checkpoint"
-        )
-    return parts
+def _pieces_of(
+    landing: Landing, sides: Sides, makers: Mapping[str, TensorMap]
+) -> dict[str, tuple[Piece, ...]]:
+    """The boxes of each tensor that is held that arrive in a memory. Entries of the checkpoint may be made of
+    such, several of one."""
+    wanted: dict[str, list[Piece]] = {}
+    for source in landing.sources:
+        entry, shape, pieces = source.entry, source.shape, source.placed()
+        if entry in makers:
+            tensors = [each for each in makers[entry].names() if sides.holders(each)]
+            made = sides.mapped(makers[entry], {each: sides.held(each).shape for each in tensors})
+            found, blocks = made[entry]
+            for block in blocks if found == shape else ():
+                for piece in pieces:
+                    wanted.setdefault(block.source, []).extend(_meet(block, piece))
+        else:
+            if not sides.holders(entry):
+                raise LayoutError(
+                    f"no rank's state_dict has the key {entry!r}, which the recorded loader uses"
+                )
+            found = sides.held(entry).shape
+            wanted.setdefault(entry, []).extend(pieces)
+        if found != shape:
+            raise LayoutError(
+                f"{entry!r} has shape {found}, but {shape} when the loader was recorded; record again with "
+                "the names and shapes of this checkpoint"
+            )
+    return {name: tuple(pieces) for name, pieces in wanted.items() if pieces}
 
 
 def _move(

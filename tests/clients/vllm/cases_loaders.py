@@ -1,6 +1,6 @@
-"""record_destinations with vLLM's own models and loaders: ranks 3 and 4 have the tensor-parallel halves of a model,
-with experts shared out over both; ranks 0 to 2 hold its checkpoint, in the uneven shards of FSDP2. vLLM's kernels
-are not needed to load."""
+"""record_destinations with vLLM's own models and loaders: ranks 3 and 4 have the tensor-parallel halves of a
+model, with experts shared out over both; ranks 0 to 2 hold its checkpoint, in the uneven shards of FSDP2.
+vLLM's kernels are not needed to load."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def moved(recorded: RecordedDestinations, checkpoint: Mapping[str, torch.Tensor]
     memory = recorded._memory()
     for name, landing in recorded._landings.items():
         for source in landing.sources:
-            for box, (place,), _, steps in source.held(landing.numel)[1]:
+            for box, (place,), _, steps in source.placed():
                 part = checkpoint[source.entry][tuple(slice(*side) for side in box)]
                 memory[name].as_strided(extents(box), steps, place).copy_(part)
     whole = {name: checkpoint[name] for name in recorded._whole()}
