@@ -92,6 +92,7 @@ class _Rows:
         self._rows = rows
         self.known = known
         self._read: dict[int, Any] = {}
+        self.objects = 0  # that have been read by from_wire
 
     def value(self, place: int, read: Callable[[Any, _Rows], Any]) -> Any:
         if place not in self._read:
@@ -156,11 +157,14 @@ def _whole_codec(kind: Any) -> tuple[_Write, _Read]:
 
 
 def _read_object(kind: Any, raw: Any, rows: _Rows) -> Any:
-    """An object from its JSON; one that an earlier text had is not made again."""
-    key = (kind, json.dumps(raw))
-    found = rows.known.get(key)
-    if found is None:
-        found = rows.known[key] = kind.from_wire(Reader(raw, kind.__name__))
+    """An object from its JSON; one that an earlier text has at the same place among its objects is not made
+    again."""
+    rows.objects += 1
+    key = (kind, rows.objects)
+    earlier, found = rows.known.get(key, (None, None))
+    if earlier != raw:
+        found = kind.from_wire(Reader(raw, kind.__name__))
+        rows.known[key] = raw, found
     return found
 
 
