@@ -69,7 +69,7 @@ def record_destinations(
 ) -> RecordedDestinations:
     """Learns where the tensors of a checkpoint go in the memory of a model, by a run of the model's own
     loader that moves no values. The result is given as the destinations of reshard_state_dict, StateResharder
-    or WeightSync: values then arrive in the model's parameters, and nobody writes a layout down.
+    or WeightSync: values then arrive in the model's parameters, and no layout is written down.
 
     The loader gets recording tensors. Views of any kind, cat, stack, copies, casts, lists of rows and writes
     into views of parameters are followed, and so are constants, such as zeros of a padding, which are written
@@ -317,7 +317,7 @@ def _read_names(given: Any) -> dict[str, Entry] | None:
 
 
 class _Run(NamedTuple):
-    """One run of a loader: its recorder, and the tensors that it has put in the place of the model's."""
+    """One run of a loader: its recorder, and the tensors that it has put where the model's were."""
 
     recorder: Recorder
     assigned: dict[str, torch.Tensor]
@@ -537,7 +537,7 @@ class _Found:
         )
 
     def _keep(self, name: str, memory: Storage, links: Sequence[Link]) -> None:
-        """The links of a memory; those that cannot be recorded are told."""
+        """The links of a memory; those that cannot be recorded are noted."""
         self._links[name] = list(links)
         cause = memory.unknown
         pieces: dict[str, list[tuple[Piece, torch.dtype]]] = {}

@@ -145,11 +145,14 @@ class RecordedDestinations:
 
     Example, on the four ranks of ``torchrun --nproc-per-node 4``::
 
+        import tempfile
+
         model = torch.nn.Linear(2, 4, bias=False)
         shapes = {"weight": ((4, 2), torch.float32)}
         recorded = meshcast.record_destinations(model, names_and_shapes=shapes)
-        recorded.save(f"{tmp}/rank{dist.get_rank()}.json")
-        again = meshcast.RecordedDestinations.load(f"{tmp}/rank{dist.get_rank()}.json", model)
+        with tempfile.TemporaryDirectory() as folder:  # of this rank
+            recorded.save(f"{folder}/recorded.json")
+            again = meshcast.RecordedDestinations.load(f"{folder}/recorded.json", model)
         weights = {"weight": torch.ones(4, 2)} if dist.get_rank() == 0 else None
         meshcast.reshard_state_dict(weights, again)
         assert bool((model.weight == 1).all())
@@ -216,7 +219,7 @@ class RecordedDestinations:
         return {name: (device, self._recording.entries[name][1]) for name in self._recording.whole()}
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """The parameters and buffers as they are now. Those that the loader puts others in the place of are
+        """The parameters and buffers as they are now. Those that the loader replaces are
         made at the first call. Raises LayoutError where one is not as it was recorded."""
         found = tensors_of(self._model)
         made: dict[str, torch.Tensor] = {}

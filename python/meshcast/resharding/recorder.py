@@ -1,6 +1,6 @@
 """A run of a loader without values: where each element of the checkpoint goes in a model's memory.
 
-The loader gets recording tensors in the place of the checkpoint's. Each stands for a storage on the meta
+The loader gets recording tensors instead of the checkpoint's. Each stands for a storage on the meta
 device, so that torch itself computes what a view is. An operation that copies says from which region to
 which; one that makes new values leaves its result unknown, with the loader's line. Nothing is written
 to the model.
@@ -285,7 +285,7 @@ class Recorder:
         return self._known.get(inner.untyped_storage()._cdata)
 
     def _recorded(self, x: torch.Tensor) -> bool:
-        """Returns whether values of a tensor are recorded, in place of real ones."""
+        """Returns whether values of a tensor are recorded, and not real ones."""
         place = self._find(_inner(x))
         return place is not None and bool(place.contents.links or place.unknown or place.name is None)
 

@@ -198,7 +198,7 @@ class Contents:
         self._ends = [_end(link.first, link.dims) for link in self.links]
 
     def write(self, link: Link) -> None:
-        """Adds a link, in the place of what was there. Raises IrregularError."""
+        """Adds a link, instead of what was there. Raises IrregularError."""
         end = _end(link.first, link.dims)
         hit = [
             at
