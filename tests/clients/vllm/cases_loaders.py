@@ -1,12 +1,13 @@
 """record_destinations with vLLM's own models and loaders: ranks 3 and 4 have the tensor-parallel halves of a
 model, with experts shared out over both; ranks 0 to 2 hold its checkpoint, in the uneven shards of FSDP2.
-vLLM's kernels are not needed to load."""
+vLLM's kernels are not needed to load. The same with the key mappings of transformers."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
+from functools import partial
 from types import SimpleNamespace
 
 os.environ |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
@@ -16,6 +17,10 @@ import torch
 from multiproc.meshes import quiet_mesh, sharded
 from multiproc.oracle import unique_fill
 from torch.distributed.tensor import Shard
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, VllmConfig
 from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -232,4 +237,34 @@ def gemma3(context) -> None:
     served(context, GEMMA3)
 
 
-CASES = [llama, qwen3_moe, deepseek_v3, gemma3]
+def _converting(model: torch.nn.Module, weights) -> None:
+    """What from_pretrained does with a state dict, in threads: experts are stacked, gate and up fused."""
+    mapping = get_model_conversion_mapping(model)
+    config = LoadStateDictConfig(weight_mapping=mapping, device_map={"": "cpu"}, dtype=torch.bfloat16)
+    convert_and_load_state_dict_in_model(model, dict(weights), config)
+
+
+def transformers_mappings(context) -> None:
+    """The key mappings of transformers: ranks 3 and 4 have a replica each, of tensors that it makes anew."""
+    rank = context.rank
+    mixture = {key: QWEN3_MOE[key] for key in QWEN3_MOE if key not in ("architectures", "model_type")}
+    config = Qwen3MoeConfig(**mixture)
+    fulls = checkpoint_of(QWEN3_MOE)
+    held = model = None
+    if rank in TRAINERS:
+        mesh = quiet_mesh(TRAINERS)
+        held = {name: sharded(full, mesh, [Shard(0)], rank) for name, full in fulls.items()}
+    else:
+        model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    load = None if model is None else partial(_converting, model)
+    recorded = meshcast.record_destinations(model, load, held)
+    assert not recorded.left, recorded.left
+    meshcast.reshard_state_dict(held, recorded, digest=True)
+    if model is not None:
+        expected = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+        _converting(expected, fulls.items())
+        for (name, parameter), wanted in zip(model.named_parameters(), expected.parameters(), strict=True):
+            assert torch.equal(parameter, wanted), name
+
+
+CASES = [llama, qwen3_moe, deepseek_v3, gemma3, transformers_mappings]
