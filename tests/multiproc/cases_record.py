@@ -303,6 +303,40 @@ def drawn(context) -> None:
             assert torch.equal(bits(x), bits(expected[name])), f"DrawnLoader({seed}, {dtype}): {name}"
 
 
+def colocated(context) -> None:
+    """Ranks that train and serve, on five ranks; one parameter of the engine is the trainer's memory."""
+    rank, shape = context.rank, SHAPES["deepseek"]
+    everyone, fulls = list(range(5)), shape.values(torch.float32)
+    mesh = quiet_mesh(everyone)
+    held = {name: sharded(full, mesh, [Shard(0)], rank) for name, full in fulls.items()}
+    held["model.norm.weight"] = fulls["model.norm.weight"].clone()  # a copy on each
+    engine = engine_of(shape, rank, torch.float32) if rank in SERVERS else None
+    if engine is not None:
+        engine.get("model.norm.weight").data = held["model.norm.weight"]
+    recorded = meshcast.record_destinations(engine, names_and_shapes=held)
+    for _ in range(2):
+        meshcast.reshard_state_dict(held, recorded)
+        if engine is not None:
+            expected = engine_of(shape, rank, torch.float32)
+            expected.load_weights(fulls.items())
+            check_same(engine, expected)
+
+
+def late(context) -> None:
+    """A rank that does not come: the others name the call. Last: the group is of no use any longer."""
+    if context.rank != 3:
+        text = "record_destinations"
+        try:
+            meshcast.record_destinations(None, names_and_shapes={"x": (3,)}, timeout=1)
+        except meshcast.MeshcastError as error:
+            assert error.op == text, error.op
+            assert str(error).startswith(text) or f": {text} call" in str(error), error
+            assert "reshard_state_dict" not in str(error), error
+        else:
+            raise AssertionError("no error")
+    context.wait_for_all("late", limit=30.0)
+
+
 CASES = [
     engines,
     in_batches,
@@ -313,4 +347,6 @@ CASES = [
     with_maps,
     assigned,
     drawn,
+    colocated,
+    late,
 ]

@@ -15,7 +15,7 @@ from ..base import checks
 from ..base.boxes import Box, Piece, common
 from ..base.checks import dtype_name
 from ..base.wire import once, pack, text_digest, unpack
-from ..errors import Caller, LayoutError, PlanMismatchError
+from ..errors import Caller, LayoutError, MeshcastError, PlanMismatchError
 from ..groups.parent import parent_group, raise_refused, seconds
 from ..spec import TensorSpec
 from .recorded import (
@@ -36,7 +36,7 @@ from .recorded import (
     tensors_of,
 )
 from .recorder import Entry, Fill, Literal, Recorder, RecordingTensor, Storage, Unknown, Unrecordable
-from .state_entries import mismatch
+from .state_entries import OP, mismatch
 from .state_run import conversation
 from .strided import IrregularError, Link, boxes_of
 
@@ -133,14 +133,19 @@ def record_destinations(
         parent = parent_group(group, _OP)
     except Exception as error:
         raise_refused(error, _OP, (), group, timeout)
-    with Caller(_OP, parent.rank) as caller:
+    with Caller(_OP, parent.rank):
         begin, limit, wrong = time.monotonic(), parent.timeout, None
         try:
             limit = seconds(timeout, parent.timeout)
         except Exception as error:
             wrong = error
-        talk = _Talk(conversation(parent).rows, parent.rank, begin + limit, caller)
-        return talk.record(model, load, names_and_shapes, strict, wrong)
+        talk = _Talk(conversation(parent).rows, parent.rank, begin + limit)
+        try:
+            return talk.record(model, load, names_and_shapes, strict, wrong)
+        except MeshcastError as error:
+            if error.op == OP:  # of the rows, which are those of calls that move tensors
+                error.args, error.op = (str(error).replace(OP, _OP), *error.args[1:]), _OP
+            raise
 
 
 @once
@@ -155,8 +160,8 @@ _Names = dict[str, _Named]
 class _Talk:
     """The conversation of the ranks of one call."""
 
-    def __init__(self, rows: Rows, rank: int, deadline: float, caller: Caller) -> None:
-        self._rows, self._rank, self._deadline, self._caller = rows, rank, deadline, caller
+    def __init__(self, rows: Rows, rank: int, deadline: float) -> None:
+        self._rows, self._rank, self._deadline = rows, rank, deadline
         self._number = rows.number()
 
     def record(
