@@ -14,7 +14,7 @@ from multiproc.engines import SHAPES, Engine, Shape
 from multiproc.meshes import quiet_mesh, sharded
 from python.resharding.drawn_loaders import DrawnLoader, loaded
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 GROUP_TIMEOUT = 40.0
 TRAINERS, SERVERS = [0, 1, 2], [3, 4]
@@ -314,8 +314,13 @@ def colocated(context) -> None:
     if engine is not None:
         engine.get("model.norm.weight").data = held["model.norm.weight"]
     recorded = meshcast.record_destinations(engine, names_and_shapes=held)
-    for _ in range(2):
-        meshcast.reshard_state_dict(held, recorded)
+    send = meshcast.StateResharder(recorded)
+    for step in range(3):
+        if step == 1:
+            fulls = {name: 2 * full for name, full in fulls.items()}
+            for x in held.values():
+                (x.to_local() if isinstance(x, DTensor) else x).mul_(2)
+        send.run(held)
         if engine is not None:
             expected = engine_of(shape, rank, torch.float32)
             expected.load_weights(fulls.items())

@@ -162,10 +162,14 @@ class RecordedDestinations:
         self._recording, self._model, self._load = recording, model, load
 
     def __repr__(self) -> str:
-        count = len(self._recording.landings)
+        count = len(self)
         return (
             f"<RecordedDestinations in {count} parameter{'' if count == 1 else 's'}, {len(self.left)} left>"
         )
+
+    def __len__(self) -> int:
+        """The number of parameters that values arrive in on this rank."""
+        return len(self._recording.landings)
 
     @property
     def left(self) -> dict[str, str]:

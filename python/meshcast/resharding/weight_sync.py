@@ -509,7 +509,7 @@ class WeightSync:
     def __init__(
         self,
         state: State | None,
-        destinations: Mapping[str, Where] | None = None,
+        destinations: Mapping[str, Where] | RecordedDestinations | None = None,
         *,
         group: dist.ProcessGroup | None = None,
         buffers: int = 2,
