@@ -60,6 +60,8 @@ _NAMES = {
     ),
     "resharding.autograd": ("backward",),
     "resharding.measure": ("measure_topology",),
+    "resharding.record_destinations": ("record_destinations",),
+    "resharding.recorded": ("RecordedDestinations",),
     "resharding.redistribute": ("enable_dtensor_redistribute",),
     "resharding.reshard": ("reshard", "reshard_", "reshard_local", "reshard_many"),
     "resharding.resharder": ("Resharder",),

@@ -27,6 +27,8 @@ from .planning.plan import plan_cache_info as plan_cache_info
 from .planning.plan import plan_many as plan_many
 from .resharding.autograd import backward as backward
 from .resharding.measure import measure_topology as measure_topology
+from .resharding.record_destinations import record_destinations as record_destinations
+from .resharding.recorded import RecordedDestinations as RecordedDestinations
 from .resharding.redistribute import enable_dtensor_redistribute as enable_dtensor_redistribute
 from .resharding.reshard import reshard as reshard
 from .resharding.reshard import reshard_ as reshard_

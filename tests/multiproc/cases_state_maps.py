@@ -182,6 +182,21 @@ def with_casts(context) -> None:
     check(result, {"pb": torch.cat([torch.full((2, 3), 6.0), b])}, where, rank)
 
 
+def of_two_dtypes(context) -> None:
+    """A target made of a narrower tensor, which is cast where it arrives, and of one of its own dtype."""
+    rank, mesh = context.rank, quiet_mesh(RECEIVERS)
+    fulls = {
+        "a": torch.arange(12.0).reshape(4, 3).to(torch.bfloat16),
+        "b": torch.arange(9.0).reshape(3, 3) / 7,
+    }
+    out = {"ab": sharded(torch.zeros(7, 3), mesh, [Shard(0)], rank)} if rank in RECEIVERS else {}
+    where = {"ab": (mesh, [Shard(0)])}
+    result = meshcast.reshard_state_dict(
+        held_by(rank, fulls, [Shard(0)]), where, out, maps=TensorMap(["a", "b"], "ab"), digest=True
+    )
+    check(result, {"ab": torch.cat([fulls["a"].float(), fulls["b"]])}, where, rank)
+
+
 def renamed(context) -> None:
     """Names by a mapping and by a function, before maps; entries left out; a subset."""
     rank, mesh = context.rank, quiet_mesh(RECEIVERS)
@@ -404,6 +419,7 @@ CASES = [
     experts_apart,
     turned,
     with_casts,
+    of_two_dtypes,
     renamed,
     maps_that_do_not_fit,
     boxes_of_heads,

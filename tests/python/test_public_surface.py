@@ -18,7 +18,8 @@ MESHCAST = (
     "enable_dtensor_redistribute flight_record measure_topology plan plan_cache_clear plan_cache_info "
     "plan_many prepare reshard reshard_ reshard_local reshard_many reshard_state_dict StateResharder "
     "TensorMap WeightSync Handle Host LocalCopy Nic PlanCacheInfo Problem ReshardedState Task Transfer "
-    "TransferStats WeightProgress WeightStats CallCounters Counters PairCounters counters"
+    "TransferStats WeightProgress WeightStats CallCounters Counters PairCounters counters "
+    "RecordedDestinations record_destinations"
 )
 PIPELINING = (
     "Action ActionKind Choice Edge GradScaler Layer Partition Pipe PipelineActivationLiveness PipelineStage "

@@ -179,3 +179,29 @@ def read_held(where: str, value: Any) -> HeldBoxes:
 def _numbers(where: str, values: Any) -> tuple[int, ...]:
     listed: Iterable[Any] = checks.listed(where, values)
     return tuple(checks.integer(where, value, 0, checks.MAX_INT64) for value in listed)
+
+
+def block_box(box: Box, block: Sequence[int]) -> Box:
+    """The blocks that a box touches."""
+    return tuple((low // by, -(-high // by)) for (low, high), by in zip(box, block, strict=True))
+
+
+def without(box: Box, others: Iterable[Box]) -> list[Box]:
+    """The parts of a box that none of the others has."""
+    left = [box]
+    for other in others:
+        left = [part for each in left for part in _cut(each, other)]
+    return left
+
+
+def _cut(box: Box, other: Box) -> list[Box]:
+    both = common(box, other)
+    if both is None:
+        return [box]
+    found, rest = [], list(box)
+    for dim, (low, high) in enumerate(both):
+        for side in ((rest[dim][0], low), (high, rest[dim][1])):
+            if side[0] < side[1]:
+                found.append((*rest[:dim], side, *rest[dim + 1 :]))
+        rest[dim] = (low, high)
+    return found

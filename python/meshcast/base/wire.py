@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import base64
 import functools
+import hashlib
 import json
+import struct
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +21,7 @@ import torch
 from ..errors import MeshcastError
 from .checks import Reader, dtype, dtype_name
 
-__all__ = ["once", "pack", "unpack"]
+__all__ = ["once", "pack", "text_digest", "unpack"]
 
 T = TypeVar("T")
 
@@ -75,18 +77,27 @@ def unpack(kind: type[T], text: str, known: dict[Any, Any] | None = None) -> T:
         ) from error
 
 
+def text_digest(text: str) -> tuple[int, int]:
+    """Returns a digest of what a rank says: 128 bits in two int64; zeros for ""."""
+    if not text:
+        return 0, 0
+    low, high = struct.unpack("<qq", hashlib.blake2b(text.encode(), digest_size=16).digest())
+    return low, high
+
+
 class _Rows:
     """Values that stand once in the text that is read."""
 
     def __init__(self, rows: list[Any], known: dict[Any, Any]) -> None:
         self._rows = rows
-        self._known = known
+        self.known = known
         self._read: dict[int, Any] = {}
+        self.objects = 0  # that have been read by from_wire
 
     def value(self, place: int, read: Callable[[Any, _Rows], Any]) -> Any:
         if place not in self._read:
             value = read(self._rows[place], self)
-            self._read[place] = self._known.setdefault(value, value)
+            self._read[place] = self.known.setdefault(value, value)
         return self._read[place]
 
 
@@ -131,7 +142,7 @@ def _whole_codec(kind: Any) -> tuple[_Write, _Read]:
     if kind is torch.dtype:
         return lambda value, _: dtype_name(value), lambda raw, _: dtype(raw)
     if hasattr(kind, "to_wire"):
-        return lambda value, _: value.to_wire(), lambda raw, _: kind.from_wire(Reader(raw, kind.__name__))
+        return lambda value, _: value.to_wire(), functools.partial(_read_object, kind)
     if isinstance(kind, type) and issubclass(kind, Enum):
         return lambda value, _: value.name, lambda raw, _: kind[raw]
     if is_dataclass(kind) or hasattr(kind, "_fields"):
@@ -143,6 +154,18 @@ def _whole_codec(kind: Any) -> tuple[_Write, _Read]:
     if isinstance(origin, type) and issubclass(origin, Sequence | AbstractSet):
         return _items(arguments[0], origin)
     raise TypeError(f"a value of type {kind} cannot be sent")
+
+
+def _read_object(kind: Any, raw: Any, rows: _Rows) -> Any:
+    """An object from its JSON; one that an earlier text has at the same place among its objects is not made
+    again."""
+    rows.objects += 1
+    key = (kind, rows.objects)
+    earlier, found = rows.known.get(key, (None, None))
+    if earlier != raw:
+        found = kind.from_wire(Reader(raw, kind.__name__))
+        rows.known[key] = raw, found
+    return found
 
 
 def _as_it_is(value: Any, _: _Table) -> Any:

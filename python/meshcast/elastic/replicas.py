@@ -28,8 +28,7 @@ from ..layout import Box, Layout
 from ..resharding.meshes import Gone
 from ..resharding.state_arguments import Current, Given, State, checked_call
 from ..resharding.state_entries import OP as MOVE
-from ..resharding.state_entries import Held, StateSide, local_of, memory_with, same_memory, with_boxes
-from ..resharding.state_moves import Sides
+from ..resharding.state_entries import Held, Sides, StateSide, local_of, memory_with, same_memory, with_boxes
 from ..resharding.state_run import (
     Conversation,
     Memory,

@@ -22,7 +22,7 @@ from ..errors import Caller, DeadlineExceededError
 from ..groups.store import within
 from ..layout import Layout
 from ..resharding.compiled import as_dtensor
-from ..resharding.state_run import behind, own_stream
+from ..resharding.state_background import behind, own_stream
 from .meeting import Meeting
 
 __all__ = ["MeshcastTransport"]

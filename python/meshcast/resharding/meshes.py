@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ..base import checks
-from ..base.boxes import box_text
+from ..base.boxes import block_box, box_text, without
 from ..base.wire import once
 from ..errors import LayoutError
 from ..layout import Box, Layout, on_ranks
@@ -37,6 +38,7 @@ __all__ = [
     "ranks_text",
     "ranks_then",
     "renumbered",
+    "scales_layout",
     "separate",
     "slices_called",
     "survivors",
@@ -412,3 +414,29 @@ def _positive(placement: Placement, ndim: int) -> Placement:
             return _StridedShard(placement.dim + ndim, split_factor=placement.split_factor)
         return Shard(placement.dim + ndim)
     return placement
+
+
+@lru_cache(maxsize=256)
+def scales_layout(layout: Layout, shape: tuple[int, ...], block: tuple[int, ...]) -> Layout:
+    """Returns where the scales of a tensor lie whose values lie under `layout`: on each rank those of the
+    blocks that it has a part of. Under the same placements, with Replicate for Shard along dimensions in
+    which blocks are cut, or where scales would not be sharded as values are. shape, block: of the values, as
+    they are stored. Raises LayoutError where two boxes of one rank share a block."""
+    scales = tuple(-(-size // by) for size, by in zip(shape, block, strict=True))
+    needed = {rank: [block_box(box, block) for box in boxes] for rank, boxes in layout.shards(shape).items()}
+    if layout.by_boxes:
+        return Layout.from_boxes(needed)
+    placements = list(layout.placements)
+    mesh = torch.tensor(layout.ranks).reshape(layout.mesh_shape)
+    ndim = len(shape)
+    sharded = sorted({dim % ndim for kind, dim, *_ in layout._placements if "shard" in kind})
+    for dims in [(), *((dim,) for dim in sharded), tuple(sharded)]:
+        chosen = [
+            Replicate() if "shard" in kind and dim % ndim in dims else placement
+            for placement, (kind, dim, *_) in zip(placements, layout._placements, strict=True)
+        ]
+        found = Layout(mesh, chosen)
+        has = found.shards(scales)
+        if all(not without(box, has[rank]) for rank, boxes in needed.items() for box in boxes):
+            break
+    return found

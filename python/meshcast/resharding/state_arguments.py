@@ -7,7 +7,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from ..transfers.medium import own_obstacle
 from .compiled import source_of
 from .memory import check_outs, near, storage_of
 from .meshes import Family, check_lost, family_of, positive_placements, ranks_then, renumbered
+from .recorded import RecordedDestinations
 from .state_entries import (
     Held,
     LoadedBoxes,
@@ -87,6 +88,8 @@ class StateCall:
     keys: dict[str, str]
     loaded: Loaded
     topology: Topology | None
+    recorded: RecordedDestinations | None = None
+    memory: dict[str, torch.Tensor] = field(default_factory=dict)  # of recorded parameters, by their names
 
     def sent(self, written: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the memory of what is held, with copies of all that shares some with what this very call
@@ -102,7 +105,7 @@ class StateCall:
     def watched(self, others: Sequence[torch.Tensor]) -> dict[str, list[tuple[torch.Tensor, int]]]:
         """Returns the tensors that are held in other storages than those that this call itself writes to,
         each with its version now. It writes to the storages of the outputs and of `others`."""
-        written = {storage_of(local_of(out)) for out in (*self.outs.values(), *others)}
+        written = {storage_of(local_of(out)) for out in (*self.outs.values(), *self.memory.values(), *others)}
         found = {}
         for name, x in self.tensors.items():
             if written and storage_of(local_of(x)) in written:
@@ -121,6 +124,7 @@ class StateCall:
 def checked_call(rank: int, given: Given) -> StateCall:
     """Raises LayoutError for what is wrong by itself."""
     state = _mapping("state_dict", given.state)
+    recorded = given.destinations if isinstance(given.destinations, RecordedDestinations) else None
     destinations, outs = receiving(given.destinations, given.out)
     layouts = _mapping("layouts", given.layouts)
     reading = _Reading(rank, layouts, given.numbers)
@@ -138,6 +142,10 @@ def checked_call(rank: int, given: Given) -> StateCall:
             wanted[name] = found._replace(quantize=quantize_of(name))
             if mesh is not None:
                 meshes[name] = (mesh, placements)
+    landings = {} if recorded is None else recorded._landings
+    landings = {name: landing for name, landing in landings.items() if selected(name)}
+    for name, (device_type, dtype) in ({} if recorded is None else recorded._whole()).items():
+        wanted[name] = Wanted(None, device_type, None, dtype if dtype.is_floating_point else None, True, True)
     new_name, renamed, unmatched = _renaming(given.rename, state)
     held: dict[str, Held] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -186,7 +194,7 @@ def checked_call(rank: int, given: Given) -> StateCall:
         renamed=renamed,
         unmatched={
             "rename": tuple(unmatched),
-            "only": tuple(name for name in listed if name not in wanted and name not in values),
+            "only": tuple(name for name in listed if name not in {*wanted, *values, *landings}),
             "layouts": tuple(new_name(old) or old for old in layouts if old not in state),
             "dtype": tuple(name for name in by_name if name not in wanted),
             "quantize": tuple(name for name in quantized if name not in wanted),
@@ -197,17 +205,27 @@ def checked_call(rank: int, given: Given) -> StateCall:
             name: LoadedBoxes(parts[0][1].dtype, parts[0][1].device.type, tuple(box for box, _ in parts))
             for name, parts in loaded.items()
         },
+        recorded=landings,
+        skipped=() if recorded is None else recorded.skipped,
         maps=maps,
         scales=_scales(given.scales),
         options=terms,
         obstacles=(own_obstacle(copies_only=False), own_obstacle(copies_only=True)),
     )
-    return StateCall(side, tensors, frozenset(tensors), meshes, outputs, keys, loaded, given.topology)
+    call = StateCall(side, tensors, frozenset(tensors), meshes, outputs, keys, loaded, given.topology)
+    if recorded is not None:
+        call = replace(call, recorded=recorded, memory=recorded._memory())
+    return call
 
 
 def receiving(destinations: Any, out: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns destinations= and out= where tensors among the destinations are outputs as well, and outputs
-    are destinations. Entries of the state dict of a model that are no tensors come along by themselves."""
+    are destinations. Entries of the state dict of a model that are no tensors come along by themselves.
+    Recorded destinations have memory of their own."""
+    if isinstance(destinations, RecordedDestinations):
+        if out:
+            raise LayoutError("out= with recorded destinations, which have the memory that values arrive in")
+        return {}, {}
     places, outs = _received("destinations", destinations), _received("out", out)
     for name, x in places.items():
         if isinstance(x, DTensor) and x.device_mesh.get_coordinate() is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..base import checks
-from ..base.boxes import Piece, common
+from ..base.boxes import Piece, common, piece_view
 from ..errors import DeadlineExceededError, MeshcastError, mark_reported
 from ..groups.parent import ParentGroup
 from ..layout import Box, Layout
@@ -121,7 +121,8 @@ class Batch:
         sources: list[torch.Tensor | None] = []
         targets: list[torch.Tensor | None] = []
         outgoing: dict[tuple[str, Ends], torch.Tensor] = {}
-        landing: dict[str, torch.Tensor] = {}
+        landing: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        landed: list[tuple[Move, torch.Tensor]] = []
         for move, (sends, receives) in zip(self.moves, self._sides, strict=True):
             source = target = None
             if sends:
@@ -132,10 +133,12 @@ class Batch:
             if receives:
                 target = arriving[move.target]
                 if move.ends.destination != target.dtype or (move.through_host and target.is_cuda):
-                    if move.target not in landing:
+                    place = (move.target, move.ends.destination)
+                    if place not in landing:
                         device = "cpu" if move.through_host else target.device
-                        landing[move.target] = fresh(target.shape, move.ends.destination, device)
-                    target = landing[move.target]
+                        landing[place] = fresh(target.shape, move.ends.destination, device)
+                    target = landing[place]
+                    landed.append((move, target))
             sources.append(source)
             targets.append(target)
         call = None
@@ -152,8 +155,8 @@ class Batch:
             if call is not None and self._device_types != ("cpu", "cpu"):
                 _end_on_gpu(call, deadline)
             self._observe(digests, "dst", targets, None if call is None else taken_digests(call))
-            for name, local in landing.items():
-                arriving[name].copy_(local)
+            for move, local in landed:
+                _place(move, local, arriving[move.target], self._rank)
         except Exception as error:
             mark_reported(error)  # the others are in this call, or have completed it
             raise
@@ -184,6 +187,16 @@ class Batch:
         if move.through_host:
             local = local.cpu()
         return local if local.dtype == move.ends.source else local.to(move.ends.source)
+
+
+def _place(move: Move, local: torch.Tensor, target: torch.Tensor, rank: int) -> None:
+    """Copies what a move has brought. Other moves, and the user, have values in the rest of the target."""
+    shape, _, _, dst = move.problem
+    if not dst.by_boxes:
+        target.copy_(local)
+        return
+    for piece in dst.pieces(shape)[rank][1]:
+        piece_view(target, piece).copy_(piece_view(local, piece))
 
 
 def _end_on_gpu(call: Call, deadline: float) -> None:

@@ -20,6 +20,7 @@ from ..groups.parent import parent_group, raise_refused, seconds
 from ..layout import Layout
 from ..transfers.handle import Handle
 from .meshes import check_lost, lost_ranks
+from .recorded import RecordedDestinations
 from .state_arguments import Given
 from .state_entries import OP
 from .state_run import Memory, Repeated, ReshardedState, StateRun, conversation, started
@@ -60,7 +61,7 @@ class StateOptions(TypedDict, total=False):
 @overload
 def reshard_state_dict(
     state_dict: Mapping[str, Any] | None,
-    destinations: Mapping[str, Where] | None = None,
+    destinations: Mapping[str, Where] | RecordedDestinations | None = None,
     out: Mapping[str, torch.Tensor] | None = None,
     *,
     version: int | None = None,
@@ -73,7 +74,7 @@ def reshard_state_dict(
 @overload
 def reshard_state_dict(
     state_dict: Mapping[str, Any] | None,
-    destinations: Mapping[str, Where] | None = None,
+    destinations: Mapping[str, Where] | RecordedDestinations | None = None,
     out: Mapping[str, torch.Tensor] | None = None,
     *,
     version: int | None = None,
@@ -86,7 +87,7 @@ def reshard_state_dict(
 ) -> Handle[ReshardedState]: ...
 def reshard_state_dict(
     state_dict: Mapping[str, Any] | None,
-    destinations: Mapping[str, Where] | None = None,
+    destinations: Mapping[str, Where] | RecordedDestinations | None = None,
     out: Mapping[str, torch.Tensor] | None = None,
     *,
     layouts: Mapping[str, Layout | tuple[Layout, Sequence[int]]] | None = None,
@@ -124,7 +125,8 @@ def reshard_state_dict(
             CPU, or (Layout, "cuda"). Or a tensor to receive into, as the state_dict() of a model has them: a
             DTensor lies where it lies, a plain tensor takes the whole tensor on every rank that names one.
             Each rank names at least those that it is in, and learns the others. Meshes that share no rank, as
-            those of several engines, may receive one name in one call.
+            those of several engines, may receive one name in one call. Or what record_destinations has
+            returned: tensors of a checkpoint arrive in the parameters of a model.
         out: {name: tensor} to receive into, for any of the names, on ranks inside its destination;
             its dtype is then that of the result. Where `destinations` has no such name, it is the destination
             as well. A plain tensor takes a whole copy, or the local tensor of a
@@ -256,7 +258,7 @@ class StateResharder:
 
     def __init__(
         self,
-        destinations: Mapping[str, Where] | None = None,
+        destinations: Mapping[str, Where] | RecordedDestinations | None = None,
         *,
         reuse_output: bool = False,
         group: dist.ProcessGroup | None = None,

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from ..base.boxes import HeldBoxes, Piece, box_text, common, extents
 from ..base.checks import dtype_name
@@ -23,8 +23,18 @@ from ..errors import LayoutError, PlanMismatchError
 from ..layout import Box, Layout
 from ..planning.plan import Problem
 from ..transfers.medium import DeviceTypes, Ends, settled
-from .meshes import Family
-from .tensor_map import TensorMap
+from .meshes import (
+    Family,
+    check_not_wanted,
+    everywhere,
+    joined,
+    positive_placements,
+    scales_layout,
+    separate,
+    survivors,
+)
+from .recorded import Landing
+from .tensor_map import Block, TensorMap, mapped
 
 __all__ = [
     "Agreed",
@@ -36,6 +46,9 @@ __all__ = [
     "Output",
     "Quantize",
     "ReshardedState",
+    "Sides",
+    "check_holds",
+    "copies_on",
     "StateSide",
     "Target",
     "Terms",
@@ -45,6 +58,7 @@ __all__ = [
     "memory_with",
     "mismatch",
     "names_text",
+    "recorded_name",
     "same_memory",
     "wanted_text",
     "with_boxes",
@@ -136,7 +150,8 @@ class StateSide(NamedTuple):
     """One rank's side of a call, by the names that entries travel under. ties, out_ties: tensors, and
     outputs, that are an earlier one. carried: entries that are no tensors, as text. renamed: {previous name:
     name}; unmatched: names that rename= or only= give and this rank does not know. selects: it has an only=.
-    own: entries of which each rank has its own. scales: {name: (name of its scales, block)}. obstacles: why
+    own: entries of which each rank has its own. recorded: {parameter: what arrives in its memory}; skipped:
+    entries that the loader of these leaves out. scales: {name: (name of its scales, block)}. obstacles: why
     the rank can take no part in transfers between GPUs, and in those between CPUs and GPUs; "" where it can.
     """
 
@@ -151,6 +166,8 @@ class StateSide(NamedTuple):
     selects: bool
     own: tuple[str, ...]
     loaded: dict[str, LoadedBoxes]
+    recorded: dict[str, Landing]
+    skipped: tuple[str, ...]
     maps: tuple[TensorMap, ...]
     scales: dict[str, tuple[str, tuple[int, ...]]]
     options: Terms
@@ -179,7 +196,8 @@ class Move(NamedTuple):
 class Target:
     """A tensor that arrives. alias: the name of another that it is, as at the source. scales: names of the
     scales that are made with it; beside: of scales, the name of their values, with shape and block of these,
-    where they have no destination of their own."""
+    where they have no destination of their own. recorded: memory of parameters, of its own size on each
+    rank."""
 
     name: str
     shape: tuple[int, ...]
@@ -189,6 +207,7 @@ class Target:
     alias: str | None = None
     scales: tuple[str, ...] = ()
     beside: tuple[str, tuple[int, ...], tuple[int, ...]] | None = None
+    recorded: bool = False
     moves: list[Move] = field(default_factory=list)
 
 
@@ -244,6 +263,11 @@ class Memory:
         same = targets is self._targets or targets == self._targets
         self._key, self._targets, self._tensors = key, targets, known if same else {}
         return self._tensors
+
+
+def recorded_name(parameter: str) -> str:
+    """The name of a target that is memory of a parameter: an entry may have the parameter's own name."""
+    return f"parameter {parameter}"
 
 
 def held_text(held: Held) -> str:
@@ -345,3 +369,320 @@ def memory_with(own: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> to
         return tensors[0]
     parts = [own, *tensors] if held and own is not None else list(tensors)
     return torch.cat([part.reshape(-1) for part in parts])
+
+
+@lru_cache(maxsize=64)
+def copies_on(ranks: tuple[int, ...]) -> Layout:
+    """A copy on each rank."""
+    return Layout(list(ranks), [Replicate()])
+
+
+def positive(layout: Layout, ndim: int) -> Layout:
+    """The layout with dimensions counted from the first."""
+    if all(dim >= 0 for _, dim, _, _ in layout._placements):
+        return layout
+    mesh = torch.tensor(layout.ranks).reshape(layout.mesh_shape)
+    return Layout(mesh, positive_placements(layout.placements, ndim))
+
+
+def together(layouts: Sequence[Layout], shape: tuple[int, ...]) -> Layout:
+    """Returns what the ranks of several layouts hold, which share none; the layout itself where it is one."""
+    if len(layouts) == 1:
+        return layouts[0]
+    pieces = dict(sorted(pair for layout in layouts for pair in layout.pieces(shape).items()))
+    return Layout._of_held(tuple(pieces), tuple(pieces.values()), len(shape))
+
+
+def check_holds(name: str, shape: tuple[int, ...], source: Layout, destination: Layout) -> None:
+    """Raises LayoutError unless the source has all that the destination wants; only boxes leave gaps."""
+    if not (source.by_boxes or destination.by_boxes):
+        return
+    try:
+        source._core(shape).check_holds(destination._core(shape), shape)
+    except LayoutError as error:
+        raise LayoutError(f"{name!r}: {error}") from None
+
+
+class Sides:
+    """The sides of all ranks, and what they say together. had: the layouts of tensors with ranks that are
+    lost, where such are in them; twins: the layouts that one is made of, where several meshes hold the tensor
+    if their values are equal. Both have the tensors that `held` was asked for."""
+
+    def __init__(self, sides: Mapping[int, StateSide]) -> None:
+        self.sides = sides
+        self.ranks = sorted(sides)
+        self.had: dict[str, Layout] = {}
+        self.twins: dict[str, tuple[Layout, ...]] = {}
+        self._places: dict[str, list[Layout]] = {}
+        self._held: dict[str, Held] = {}
+        self._mapped: dict[int, dict[str, tuple[tuple[int, ...], list[Block]]]] = {}
+        self.own = frozenset(name for side in sides.values() for name in side.own)
+        self._holders: dict[str, dict[int, Held]] = {}
+        for other in self.ranks:
+            for name, held in sides[other].held.items():
+                holders = self._holders.setdefault(name, {})
+                if not (holders and name in self.own):  # of a rank's own, the lowest rank's
+                    holders[other] = held
+
+    @property
+    def first(self) -> StateSide:
+        return self.sides[self.ranks[0]]
+
+    @cached_property
+    def lost(self) -> dict[int, int]:
+        """Ranks that hold nothing any longer, each with what messages call it."""
+        return dict(self.first.options.lost)
+
+    def names(self) -> list[str]:
+        """Returns the names of all destinations, in the order in which the ranks say them."""
+        found: dict[str, None] = {}
+        for rank in self.ranks:
+            found.update(dict.fromkeys(self.sides[rank].wanted))
+        return list(found)
+
+    def holders(self, name: str) -> dict[int, Held]:
+        """Returns what each rank that has a tensor says of it, by ascending rank."""
+        return self._holders.get(name, {})
+
+    def wanted(self, name: str) -> Wanted:
+        """Raises PlanMismatchError where ranks name different destinations, or one inside names none. A rank
+        inside of a sub-mesh names that; one outside may name the whole mesh that these make up. Meshes that
+        share no rank, as those of several engines, receive all at once."""
+        said = {rank: self.sides[rank].wanted[name] for rank in self.ranks if name in self.sides[rank].wanted}
+        copies = tuple(rank for rank, each in said.items() if each.layout is None)
+        said |= {rank: said[rank]._replace(layout=copies_on(copies)) for rank in copies}
+        first_rank, first = next(iter(said.items()))
+        layout: Layout | None = first.layout
+        layouts: list[Layout] = []
+        if any(other is not first and other != first for other in said.values()):
+            inside = {rank: each for rank, each in said.items() if rank in each.where.ranks} or said
+            first_rank, first = next(iter(inside.items()))
+            places = {rank: (each.where, each.family) for rank, each in inside.items()}
+            layout = joined(places)
+            layouts = separate(places) if layout is None else []
+            agree = layout is not None or bool(layouts)
+            known = {each.layout for each in inside.values()} if agree else {first.layout}
+            for rank, other in said.items():
+                there = other.layout in known or (layout and everywhere(other.where) == everywhere(layout))
+                rest = other._replace(layout=first.layout, family=first.family, plain=first.plain)
+                if there and rest == first:
+                    continue
+                raise mismatch(
+                    f"the destination of {name!r} is {wanted_text(first)} on rank {first_rank}, but "
+                    f"{wanted_text(other)} on rank {rank}"
+                )
+        if layout is not None:
+            layouts = [layout]
+        for each in layouts:
+            check_not_wanted(name, each, self.lost)
+            for rank in each.ranks:
+                if rank not in self.sides:
+                    raise self._outside(f"the destination of {name!r}", rank)
+                if rank not in said:
+                    raise mismatch(
+                        f"ranks {first_rank} and {rank} ask for different tensors: rank {rank} is in the "
+                        f"destination of {name!r}, {each}, but names none for it"
+                    )
+        self._places[name] = layouts
+        return first._replace(layout=layouts[0])
+
+    def place(self, name: str, shape: tuple[int, ...]) -> Layout:
+        """Returns where a tensor goes, once `wanted` was asked: to one mesh, or to several that share no
+        rank."""
+        return together([positive(layout, len(shape)) for layout in self._places[name]], shape)
+
+    def place_beside(
+        self, name: str, shape: tuple[int, ...], block: tuple[int, ...], scales: tuple[int, ...]
+    ) -> Layout:
+        """Returns where the scales of a tensor go that have no destination. shape, block: of its values;
+        scales: shape of the scales, () for one of the whole tensor."""
+        layouts = [positive(layout, len(shape)) for layout in self._places[name]]
+        if scales == ():
+            return together([copies_on(tuple(sorted(layout.ranks))) for layout in layouts], scales)
+        try:
+            return together([scales_layout(layout, shape, block) for layout in layouts], scales)
+        except LayoutError as error:
+            raise LayoutError(
+                f"the destination of {name!r} gives a rank two parts of one block of {block}: {error}"
+            ) from None
+
+    def held(self, name: str) -> Held:
+        """Raises LayoutError where no rank, or not every rank that should, has it; PlanMismatchError where
+        ranks describe it differently."""
+        found = self._held.get(name)
+        if found is None:
+            found = self._held[name] = self._together(name)
+        return found
+
+    def mapped(
+        self, each: TensorMap, shapes: dict[str, tuple[int, ...]]
+    ) -> dict[str, tuple[tuple[int, ...], list[Block]]]:
+        """The blocks that make each target of a map, as for tensor_map.mapped; found once."""
+        if id(each) not in self._mapped:
+            self._mapped[id(each)] = mapped(each, shapes)
+        return self._mapped[id(each)]
+
+    def check_asked(self, name: str) -> None:
+        """Raises unless some rank has a tensor that is asked for by this name."""
+        if name in self._holders:
+            return
+        naming = [rank for rank in self.ranks if name in self.sides[rank].wanted]
+        if len(naming) < len(self.ranks):
+            other = next(rank for rank in self.ranks if rank not in naming)
+            raise mismatch(
+                f"ranks {naming[0]} and {other} ask for different tensors: only ranks {naming} name "
+                f"{name!r}, which no rank's state_dict has"
+            )
+        raise LayoutError(f"no rank's state_dict has the key {name!r}, for which a destination is given")
+
+    def _together(self, name: str) -> Held:
+        holders = self.holders(name)
+        first_rank, first = next(iter(holders.items()))
+        for rank, other in holders.items():
+            alike = other is first or (
+                (other.shape, other.dtype, other.device_type, other.layout is None)
+                == (first.shape, first.dtype, first.device_type, first.layout is None)
+            )
+            if not alike:
+                raise self._unlike(name, first_rank, first, rank, other)
+        if first.layout is None:
+            return first._replace(layout=copies_on(tuple(sorted(holders))))
+        if name in self.own:
+            raise LayoutError(
+                f"own= names {name!r}, a shard under {first.layout}; it is for whole entries of which "
+                "each rank has its own"
+            )
+        inside = {r: h for r, h in holders.items() if h.layout is not None and r in h.layout.ranks}
+        outside = {r: h for r, h in holders.items() if r not in inside}
+        described = inside or outside
+        each = {r: (h.layout, h.family) for r, h in described.items() if h.layout is not None}
+        one = joined(each)
+        layouts = separate(each) if one is None else [one]
+        if not layouts:
+            rank, other = next(
+                (r, h) for r, h in described.items() if h.layout != next(iter(described.values())).layout
+            )
+            raise self._unlike(name, next(iter(described)), next(iter(described.values())), rank, other)
+        for rank, spec in outside.items():  # which may know one of the sub-meshes, or describe all of them
+            if spec.layout not in {*layouts, *(h.layout for h in inside.values())}:
+                assert spec.layout is not None
+                shards = spec.layout.shards(first.shape)
+                if all(shards != layout.shards(first.shape) for layout in layouts):
+                    raise self._unlike(
+                        name, next(iter(described)), next(iter(described.values())), rank, spec
+                    )
+        for rank in (rank for layout in layouts for rank in layout.ranks):
+            if rank in self.lost:
+                continue
+            if rank not in self.sides:
+                raise self._outside(repr(name), rank)
+            if rank not in holders:
+                raise LayoutError(
+                    f"rank {rank} is in the mesh of {name!r} but its state_dict has no such key"
+                )
+        layouts = [positive(layout, len(first.shape)) for layout in layouts]
+        if len(layouts) > 1:
+            layouts = [layout for layout in layouts if self._lives(layout, first.shape)] or layouts[:1]
+        layout = self._with_loaded(name, together(layouts, first.shape), first)
+        left = survivors(layout, first.shape, self.lost, repr(name))
+        if left is not layout:
+            self.had[name] = layout
+        if len(layouts) > 1:
+            self.twins[name] = tuple(layouts)
+        return first._replace(layout=left or layout)
+
+    def _lives(self, layout: Layout, shape: tuple[int, ...]) -> bool:
+        """Returns whether ranks that are not lost hold all of it."""
+        return all(
+            any(rank not in self.lost for rank in holders) for _, holders in layout._core(shape).tiles(shape)
+        )
+
+    def _with_loaded(self, name: str, layout: Layout, first: Held) -> Layout:
+        """With the boxes that ranks have loaded."""
+        said = {rank: side.loaded[name] for rank, side in self.sides.items() if name in side.loaded}
+        if not said:
+            return layout
+        for rank, loaded in said.items():
+            if (loaded.dtype, loaded.device_type) != (first.dtype, first.device_type):
+                raise mismatch(
+                    f"{name!r} is {dtype_name(first.dtype)} on {first.device_type}, but rank {rank} has "
+                    f"loaded {dtype_name(loaded.dtype)} on {loaded.device_type}"
+                )
+        more = {rank: loaded.boxes for rank, loaded in said.items()}
+        return with_boxes(layout, first.shape, more, repr(name))
+
+    def check_lost(self) -> None:
+        """Raises where a lost rank is in no layout of what is held (where all are copies, no layout says),
+        and where something was loaded that no layout is for."""
+        for rank, side in self.sides.items():
+            odd = [name for name in side.loaded if all(h.layout is None for h in self.holders(name).values())]
+            if odd:
+                raise LayoutError(
+                    f"rank {rank} has loaded a part of {names_text(odd)}, of which no rank holds a shard"
+                )
+        said = {held.layout for holders in self._holders.values() for held in holders.values()} - {None}
+        layouts = [layout for layout in said if layout is not None]
+        known = {rank for layout in layouts for rank in layout.ranks}
+        never = sorted(called for number, called in self.lost.items() if number not in known)
+        if layouts and never:
+            raise LayoutError(
+                f"lost= names {never}, which are in no layout of what is held, such as "
+                f"{min(layouts, key=repr)}; name ranks that held a part"
+            )
+
+    def check_options(self) -> None:
+        """Raises where ranks call otherwise, or a name that one gives is known to none."""
+        for other in self.ranks[1:]:
+            side = self.sides[other]
+            for what in ("options", "maps", "scales"):
+                mine, theirs = getattr(self.first, what), getattr(side, what)
+                if mine != theirs:
+                    raise mismatch(
+                        f"the {what} are {_brief(mine)} on rank {self.ranks[0]}, but {_brief(theirs)} on "
+                        f"rank {other}"
+                    )
+        new: dict[str, tuple[int, str | None]] = {}
+        for rank in self.ranks:
+            for old, name in self.sides[rank].renamed.items():
+                before, earlier = new.setdefault(old, (rank, name))
+                if earlier != name:
+                    raise mismatch(
+                        f"rename makes {earlier!r} of {old!r} on rank {before}, but {name!r} on rank {rank}"
+                    )
+        wanted = {name for side in self.sides.values() for name in (*side.wanted, *side.carried)}
+        for argument, known, what in (
+            ("rename", new, "no rank's state_dict has"),
+            ("layouts", self._holders, "no rank's state_dict has"),
+            ("only", wanted, "no destination is given for"),
+            ("dtype", wanted, "no destination is given for"),
+            ("quantize", wanted, "no destination is given for"),
+        ):
+            for rank in self.ranks:
+                odd = [name for name in self.sides[rank].unmatched[argument] if name not in known]
+                if odd:
+                    raise LayoutError(f"{argument}= on rank {rank} names what {what}: {names_text(odd)}")
+
+    def check_extra(self, used: set[str]) -> None:
+        """Raises where a rank holds what no rank asked for."""
+        if not self.first.options.strict or any(side.selects for side in self.sides.values()):
+            return
+        for holder in self.ranks:
+            extra = [name for name in self.sides[holder].held if name not in used]
+            if extra:
+                raise LayoutError(
+                    f"rank {holder} holds {names_text(extra)}, for which no destination is given; add "
+                    "one or pass strict=False"
+                )
+
+    def _outside(self, what: str, rank: int) -> LayoutError:
+        return LayoutError(
+            f"{what} is on rank {rank}, which is not in the group; pass group= a group that holds all meshes"
+        )
+
+    def _unlike(self, name: str, a: int, first: Held, b: int, second: Held) -> Exception:
+        return mismatch(f"{name!r} is {held_text(first)} on rank {a}, but {held_text(second)} on rank {b}")
+
+
+def _brief(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 300 else f"{text[:297]}..."

@@ -12,13 +12,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import Replicate
 
-from ..base.boxes import Box, HeldBoxes, Piece, common, extents, piece_view
+from ..base.boxes import Box, HeldBoxes, Piece, block_box, common, extents, piece_view, without
 from ..errors import LayoutError
 from ..layout import Layout
 from ..planning.plan import Problem
@@ -26,7 +25,7 @@ from ..transfers.block_scaled import Scheme, amax_of, scales_of, tensor_scale_of
 from ..transfers.medium import fresh
 from .tensor_map import Block
 
-__all__ = ["Blocks", "Part", "Quantized", "block_box", "quantized", "scales_layout", "source_parts"]
+__all__ = ["Blocks", "Part", "Quantized", "quantized", "source_parts"]
 
 _Shape = tuple[int, ...]
 _Boxes = dict[int, list[Box]]  # by rank, in the order in which a flat tensor has them
@@ -79,62 +78,6 @@ def _turned(block: Block, piece: Piece, ndim: int) -> list[Piece]:
             target[there] = (begin, begin + high - low)
             along[there], step[there] = axes[dim], steps[dim]
     return [(tuple(target), tuple(local), tuple(along), tuple(step))]
-
-
-def block_box(box: Box, block: Sequence[int]) -> Box:
-    """The blocks that a box touches."""
-    return tuple((low // by, -(-high // by)) for (low, high), by in zip(box, block, strict=True))
-
-
-@lru_cache(maxsize=256)
-def scales_layout(layout: Layout, shape: _Shape, block: _Shape) -> Layout:
-    """Returns where the scales of a tensor lie whose values lie under `layout`: on each rank those of the
-    blocks that it has a part of. Under the same placements, with Replicate for Shard along dimensions in
-    which blocks are cut, or where scales would not be sharded as values are. shape, block: of the values, as
-    they are stored. Raises LayoutError where two boxes of one rank share a block."""
-    scales = tuple(-(-size // by) for size, by in zip(shape, block, strict=True))
-    needed = {rank: [block_box(box, block) for box in boxes] for rank, boxes in layout.shards(shape).items()}
-    if layout.by_boxes:
-        return Layout.from_boxes(needed)
-    placements = list(layout.placements)
-    mesh = torch.tensor(layout.ranks).reshape(layout.mesh_shape)
-    ndim = len(shape)
-    sharded = sorted({dim % ndim for kind, dim, *_ in layout._placements if "shard" in kind})
-    for dims in [(), *((dim,) for dim in sharded), tuple(sharded)]:
-        chosen = [
-            Replicate() if "shard" in kind and dim % ndim in dims else placement
-            for placement, (kind, dim, *_) in zip(placements, layout._placements, strict=True)
-        ]
-        found = Layout(mesh, chosen)
-        has = found.shards(scales)
-        if all(_covers(has[rank], box) for rank, boxes in needed.items() for box in boxes):
-            break
-    return found
-
-
-def _covers(boxes: Iterable[Box], box: Box) -> bool:
-    return not _without(box, boxes)
-
-
-def _without(box: Box, others: Iterable[Box]) -> list[Box]:
-    """The parts of a box that none of the others has."""
-    left = [box]
-    for other in others:
-        left = [part for each in left for part in _cut(each, other)]
-    return left
-
-
-def _cut(box: Box, other: Box) -> list[Box]:
-    both = common(box, other)
-    if both is None:
-        return [box]
-    found, rest = [], list(box)
-    for dim, (low, high) in enumerate(both):
-        for side in ((rest[dim][0], low), (high, rest[dim][1])):
-            if side[0] < side[1]:
-                found.append((*rest[:dim], side, *rest[dim + 1 :]))
-        rest[dim] = (low, high)
-    return found
 
 
 def _flat(boxes: _Boxes, ndim: int) -> Layout | None:
@@ -237,7 +180,7 @@ def quantized(name: str, scheme: Scheme, shape: _Shape, parts: Mapping[int, Sequ
         values[rank] = [box for box in packed if 0 not in extents(box)]
         blocks[rank] = []
         for part in each:
-            blocks[rank] += _without(block_box(part.box, block), blocks[rank])
+            blocks[rank] += without(block_box(part.box, block), blocks[rank])
     ndim = len(shape)
     scale_layout, value_layout = _flat(blocks, ndim), _flat(values, ndim)
     assert scale_layout is not None and value_layout is not None  # the tensor has elements
@@ -285,7 +228,7 @@ def _fetched(
                     near = near or _Near([block_box(each, block) for each in boxes])
                     for at, both in near.meeting(slab):
                         if boxes[at] not in key:
-                            wanted.setdefault(at, []).extend(_without(both, wanted.get(at, ())))
+                            wanted.setdefault(at, []).extend(without(both, wanted.get(at, ())))
             same[key] = [(at, each) for at in sorted(wanted) for each in wanted[at]]
         if same[key]:
             found[rank] = same[key]
@@ -317,14 +260,14 @@ def _shared_bytes(own: Mapping[int, Sequence[Part]]) -> tuple[_Boxes, _Boxes]:
             high = part.box[-1][1]
             if high % 2:
                 column = (*part.box[:-1], (high, high + 1))
-                seconds.setdefault(rank, []).extend(_without(column, seconds.get(rank, ())))
+                seconds.setdefault(rank, []).extend(without(column, seconds.get(rank, ())))
     wanted = list(dict.fromkeys(box for boxes in seconds.values() for box in boxes))
     near = _Near(wanted)
     lent: _Boxes = {}
     for rank, parts in own.items() if wanted else ():
         for part in parts:
             for _, both in near.meeting(part.box):
-                lent.setdefault(rank, []).extend(_without(both, lent.get(rank, ())))
+                lent.setdefault(rank, []).extend(without(both, lent.get(rank, ())))
     return seconds, lent
 
 

@@ -11,14 +11,9 @@ own, so that they need no order with other calls of the process group.
 
 from __future__ import annotations
 
-import hashlib
 import math
-import struct
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -30,11 +25,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..base import checks
 from ..base.values import carried, is_carried, restored, same_values, shown
-from ..base.wire import pack, unpack
+from ..base.wire import pack, text_digest, unpack
 from ..errors import (
     AbortedError,
     Caller,
     DeadlineExceededError,
+    LayoutError,
     MeshcastError,
     PeerLostError,
     PlanMismatchError,
@@ -45,17 +41,28 @@ from ..groups.store import within
 from ..layout import Layout
 from ..planning.plan import Problem
 from ..transfers.digest import shard_digest, values_digest
-from ..transfers.handle import Handle, Unordered, call_back
+from ..transfers.handle import Handle
 from ..transfers.medium import fresh
 from ..transfers.transfer import Call, kept_transfer
 from .compiled import as_dtensor, copied, tensor_spec
 from .memory import note_written
-from .meshes import positive_placements
+from .meshes import positive_placements, scales_layout
 from .state_arguments import Given, StateCall, checked_call, receiving
+from .state_background import Queue, Work
 from .state_batches import Batch, Digests, Kept, Known, check_twins, check_whole
-from .state_entries import OP, Memory, ReshardedState, StateSide, Target, local_of, mismatch, same_memory
+from .state_entries import (
+    OP,
+    Memory,
+    ReshardedState,
+    StateSide,
+    Target,
+    local_of,
+    mismatch,
+    recorded_name,
+    same_memory,
+)
 from .state_moves import agree
-from .state_quantize import Blocks, scales_layout
+from .state_quantize import Blocks
 
 if TYPE_CHECKING:
     from ..groups.private import PrivateGroup
@@ -67,11 +74,9 @@ __all__ = [
     "ReshardedState",
     "Rows",
     "StateRun",
-    "behind",
     "beside",
     "conversation",
     "likeness",
-    "own_stream",
     "started",
 ]
 
@@ -137,7 +142,7 @@ def _arriving(call: StateCall, targets: dict[str, Target], rank: int) -> dict[st
     found = {}
     shapes: dict[Any, tuple[int, ...] | None] = {}
     for name, target in targets.items():
-        if target.alias is not None:
+        if target.alias is not None or target.recorded:
             continue
         out = call.outs.get(name)
         if out is not None:
@@ -298,15 +303,26 @@ class StateRun:
         """Returns the local tensors that this rank sends, by source, and those that targets arrive in."""
         call = self.checked
         reused = {} if self.memory is None else self.memory.fitting(self.key, targets)
-        arriving = reused or _arriving(call, targets, self.rank)
-        sent = call.sent([*map(local_of, call.outs.values()), *reused.values()])
+        landings = {recorded_name(name): x for name, x in call.memory.items()}
+        arriving = {**(reused or _arriving(call, targets, self.rank)), **landings}
+        sent = call.sent([*map(local_of, call.outs.values()), *landings.values(), *reused.values()])
         if self.memory is not None:
             reused.update(arriving)
         return sent, arriving
 
+    def finish(self, targets: dict[str, Target], arrived: dict[str, torch.Tensor]) -> None:
+        """Ends the call on this rank where a loader has a part in it."""
+        call = self.checked
+        if call.recorded is not None:
+            whole = {name: arrived[targets[name].alias or name] for name in call.side.wanted}
+            call.recorded._finish(call.memory, whole)
+
     def fill(self, known: Known, arrived: dict[str, torch.Tensor], values: dict[str, Any]) -> ReshardedState:
         """Puts into `result` what this rank asked for. Tied targets are one tensor, as at the source."""
         call, targets, result = self.checked, known.agreed.targets, self.result
+        if call.recorded is not None:
+            result.update({**call.recorded._tensors(), **values})
+            return result
         specs: dict[Any, DTensorSpec] = {}
         names = {}
         for name in call.side.wanted:
@@ -386,6 +402,7 @@ class Conversation:
                 made = {} if blocks is None else blocks.staged({move.source for move in batch.moves}, sent)
                 run.made += batch.run({**sent, **made}, arriving, deadline, digests)
                 done += 1
+            run.finish(agreed.targets, arriving)
             self.kept.add(run.key, known)
         except (DeadlineExceededError, PeerLostError, AbortedError):
             raise
@@ -415,7 +432,7 @@ class Conversation:
             self.versions.get(run.names, _NONE),
             int(call is not None and bool(call.tensors)),
             int(changed),
-            *_digest(text),
+            *text_digest(text),
         )
         rows = self._round(run, "specs", run.refused, row, "refused its arguments")
         return known, text, {rank: _Row(*each) for rank, each in rows.items()}
@@ -539,14 +556,6 @@ def _left(deadline: float) -> float:
     return max(deadline - time.monotonic(), 1e-3)
 
 
-def _digest(text: str) -> tuple[int, int]:
-    """Returns a digest of what a rank says: 128 bits in two int64; zeros for ""."""
-    if not text:
-        return 0, 0
-    low, high = struct.unpack("<qq", hashlib.blake2b(text.encode(), digest_size=16).digest())
-    return low, high
-
-
 def _agreed_version(rows: Mapping[int, _Row]) -> int | None:
     """Returns the version that all ranks mean. Raises where they differ or it is old."""
     given = {rank: row.version for rank, row in rows.items() if row.version != _NONE}
@@ -615,7 +624,7 @@ class Repeated:
         if run.call is not None and again is None:
             self._key, self._kept = run.key, {}
             # Weights that it has sent do not concern it any longer.
-            self._call = replace(run.call, tensors={}, outs={})
+            self._call = replace(run.call, tensors={}, outs={}, memory={})
             self._like = {old: likeness(x) for old, x in (state or {}).items() if not is_carried(x)}
             self._outs = {name: _place(x) for name, x in run.call.outs.items()}
             self._into = receiving(self._given.destinations, None)[1]
@@ -642,7 +651,11 @@ class Repeated:
         values = {names[old]: carried(x) for old, x in state.items() if old in names and is_carried(x)}
         if values.keys() != side.carried.keys() or same_memory(sent.items()) != side.ties:
             return None
-        return replace(call, side=side._replace(carried=values), tensors=sent, outs=outs)
+        try:
+            memory = {} if call.recorded is None else call.recorded._memory()
+        except LayoutError:
+            return None
+        return replace(call, side=side._replace(carried=values), tensors=sent, outs=outs, memory=memory)
 
 
 def likeness(x: Any) -> Any:
@@ -663,97 +676,6 @@ def _place(x: Any) -> Any:
 
 
 _QUEUE = "background reshard_state_dict"
-
-
-class _Queue:
-    """Work of one process group. Its thread ends when there is none."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: deque[_Work] = deque()
-        self._busy = False
-
-    def put(self, work: _Work) -> None:
-        with self._lock:
-            self._waiting.append(work)
-            if self._busy:
-                return
-            self._busy = True
-        thread = threading.Thread(target=self._run, name="meshcast-state", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no thread is to be had, and the other ranks wait for this one
-            self._run()
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._busy = False
-                    return
-                work = self._waiting.popleft()
-            work.run()
-
-
-def own_stream() -> torch.cuda.Stream | None:
-    """The stream that the caller works on; None where it uses no GPU."""
-    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-
-
-@contextmanager
-def behind(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Queues the GPU work of its block, in this thread, after what that stream holds."""
-    if stream is None:
-        yield
-        return
-    torch.cuda.set_device(stream.device)
-    with torch.cuda.stream(stream):
-        yield
-
-
-class _Work(Unordered):
-    """One call, as its handle sees it. On a GPU it is behind what the caller's stream held, as a call that
-    blocks would be."""
-
-    op = OP
-
-    def __init__(self, step: Callable[[], object], made: Sequence[Call]) -> None:
-        self._step = step
-        self._made = made
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-        self._future: torch.futures.Future[None] = torch.futures.Future()
-        self._stream = own_stream()
-
-    def run(self) -> None:
-        try:
-            with behind(self._stream):
-                self._step()
-        except BaseException as error:
-            self._error = error
-        finally:
-            del self._step  # and the tensors that it holds
-            self._ended.set()
-            # Not here: a callback may wait for a later call, which this thread is to do.
-            call_back(partial(self._future.set_result, None))
-
-    def wait(self) -> None:
-        self._ended.wait()
-        if self._error is not None:
-            raise self._error.with_traceback(None)  # else each raise would add to the last one's
-
-    def is_completed(self) -> bool:
-        return self._ended.is_set()
-
-    def get_future(self) -> torch.futures.Future[None]:
-        return self._future
-
-    def figures(self) -> dict[str, Any]:
-        each = [figures for call in self._made if (figures := call.figures()) is not None]
-        return {
-            name: sum(figures[name] for figures in each)
-            for name in ("bytes_sent", "bytes_received", "seconds")
-        }
 
 
 def beside(parent: ParentGroup, lost: Collection[int] = ()) -> Conversation:
@@ -778,7 +700,7 @@ def started(
         run.keep_copies()
     run.keep_digests()
     talk = beside(parent, lost)
-    queue: _Queue = talk.parent.extras.setdefault(_QUEUE, _Queue())
+    queue: Queue = talk.parent.extras.setdefault(_QUEUE, Queue())
     deadline = time.monotonic() + limit
     bounds: list[float] = []
 
@@ -789,6 +711,6 @@ def started(
             work(talk, deadline)
         bounds.extend(batch.bound() for batch in run.batches)
 
-    begun = _Work(step, run.made)
+    begun = Work(step, run.made)
     queue.put(begun)
     return Handle(begun, run.result, lambda: sum(bounds))

@@ -36,9 +36,11 @@ from ..errors import (
 from ..groups.parent import ParentGroup, parent_group, seconds
 from ..groups.ready_barrier import Late, ReadyBarrier
 from ..groups.store import first_line, no_thread, store_failed, within
+from .recorded import RecordedDestinations
 from .state_arguments import Current, Given, State, receiving
+from .state_background import behind, own_stream
 from .state_dict import StateOptions, Where
-from .state_run import Conversation, Memory, Repeated, ReshardedState, StateRun, behind, own_stream
+from .state_run import Conversation, Memory, Repeated, ReshardedState, StateRun
 
 __all__ = ["Buffer", "Buffers", "WeightProgress", "WeightStats", "WeightSync"]
 
@@ -508,7 +510,7 @@ class WeightSync:
     def __init__(
         self,
         state: State | None,
-        destinations: Mapping[str, Where] | None = None,
+        destinations: Mapping[str, Where] | RecordedDestinations | None = None,
         *,
         group: dist.ProcessGroup | None = None,
         buffers: int = 2,
@@ -527,10 +529,11 @@ class WeightSync:
             limit = seconds(timeout, parent.timeout)
             count = checks.integer("buffers", buffers, 1, 2)
             into = {} if destinations is None else receiving(destinations, None)[1]
-            if (out is not None or into) and count == 2:
+            recorded = isinstance(destinations, RecordedDestinations) and destinations.receives
+            if (out is not None or into or recorded) and count == 2:
                 raise LayoutError(
                     f"{'out=' if out is not None else 'destinations'} has the only buffer; pass buffers=1 "
-                    f"with it{'' if out is not None else ', or (mesh, placements) instead of tensors'}"
+                    f"with it{', or (mesh, placements) instead of tensors' if into else ''}"
                 )
             out = into or None if out is None else out
             given = Given(None, destinations, **options)

@@ -8,8 +8,16 @@ from meshcast import Layout, TensorMap
 from meshcast.base.boxes import common
 from meshcast.base.wire import pack, unpack
 from meshcast.resharding.meshes import Family
+from meshcast.resharding.recorded import Landing, LandingSource
 from meshcast.resharding.state_arguments import Given, checked_call
-from meshcast.resharding.state_entries import Held, LoadedBoxes, Output, StateSide, Terms, Wanted
+from meshcast.resharding.state_entries import (
+    Held,
+    LoadedBoxes,
+    Output,
+    StateSide,
+    Terms,
+    Wanted,
+)
 from torch.distributed.tensor import Replicate, Shard
 
 HELD, WANTED = Layout([0, 1], [Shard(0)]), Layout([2, 3], [Replicate()])
@@ -31,6 +39,10 @@ def side(count: int) -> StateSide:
         selects=True,
         own=("seed",),
         loaded={"x": LoadedBoxes(torch.int8, "cpu", (((0, 1), (2, 3)),))},
+        recorded={
+            "w": Landing(torch.float32, 8, "cpu", (LandingSource("x", (2, 4), ((0, 0, 2, 4, 0, 4, 1),)),))
+        },
+        skipped=("y",),
         maps=(
             TensorMap([inner, "c"], "d", permute=(1, 0)),
             TensorMap("e", ["f", "g"], sizes=[1, 3]),
