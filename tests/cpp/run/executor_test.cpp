@@ -233,8 +233,8 @@ TEST_CASE("callbacks of a run are not called by the thread that ends it", "[exec
   std::promise<std::thread::id> called;
   auto id = called.get_future();
   run.on_end([&] {
-    const std::lock_guard lock(of_transport);  // as a call does that uses the transport
-    called.set_value(std::this_thread::get_id());
+    { const std::lock_guard lock(of_transport); }  // as a call does that uses the transport
+    called.set_value(std::this_thread::get_id());  // the test may end now
   });
   std::atomic<bool> tensors_gone{false};
   std::atomic<bool> woken_after{false};
