@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..base import checks
-from ..base.boxes import Box, Piece, common
+from ..base.boxes import Box, Piece, common, without
 from ..base.checks import dtype_name
 from ..base.wire import once, pack, text_digest, unpack
 from ..errors import Caller, LayoutError, MeshcastError, PlanMismatchError
@@ -139,9 +139,9 @@ def record_destinations(
             limit = seconds(timeout, parent.timeout)
         except Exception as error:
             wrong = error
-        talk = _Talk(conversation(parent).rows, parent.rank, begin + limit)
+        rounds = _Rounds(conversation(parent).rows, parent.rank, begin + limit)
         try:
-            return talk.record(model, load, names_and_shapes, strict, wrong)
+            return rounds.record(model, load, names_and_shapes, strict, wrong)
         except MeshcastError as error:
             if error.op == OP:  # of the rows, which are those of calls that move tensors
                 error.args, error.op = (str(error).replace(OP, _OP), *error.args[1:]), _OP
@@ -157,7 +157,7 @@ class _Named(NamedTuple):
 _Names = dict[str, _Named]
 
 
-class _Talk:
+class _Rounds:
     """The conversation of the ranks of one call."""
 
     def __init__(self, rows: Rows, rank: int, deadline: float) -> None:
@@ -682,7 +682,7 @@ def _apart(
                 left.append(part)
                 continue
             copies.append((_inside(part, both), memory, _inside(other, both)))
-            left += [_inside(part, each) for each in _rest(part[0], both)]
+            left += [_inside(part, each) for each in without(part[0], [both])]
         fresh = left
     return fresh, copies
 
@@ -691,17 +691,6 @@ def _inside(piece: Piece, box: Box) -> Piece:
     whole, at, axes, steps = piece
     more = sum((low - own) * step for (low, _), (own, _), step in zip(box, whole, steps, strict=True))
     return box, (at[0] + more,), axes, steps
-
-
-def _rest(whole: Box, box: Box) -> list[Box]:
-    """The boxes of `whole` outside of a box in it."""
-    found, own = [], list(whole)
-    for dim, (low, high) in enumerate(box):
-        for begin, end in ((own[dim][0], low), (high, own[dim][1])):
-            if begin < end:
-                found.append((*own[:dim], (begin, end), *own[dim + 1 :]))
-        own[dim] = (low, high)
-    return found
 
 
 def _again(name: str, to: Piece, source: str, own: Piece) -> Again:
