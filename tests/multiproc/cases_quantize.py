@@ -308,7 +308,7 @@ def pushes(context) -> None:
                 else:
                     assert sync.pull(version) == version
                     check(sync.state, now, "w", scheme, mesh, context.rank)
-            context.wait_for_all(f"pulled {scheme}")
+                context.wait_for_all(f"pulled {scheme} {version}")  # else a pull may find the next one
 
 
 def refused_pushes(context) -> None:

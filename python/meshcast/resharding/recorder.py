@@ -75,7 +75,7 @@ class Storage:
         self.keep, self.dtype, self.name = keep, dtype, name
         self.numel = keep.untyped_storage().nbytes() // max(dtype.itemsize, 1)
         self.contents = Contents(links)
-        self.unknown: Unknown | None = None  # of all of it, where regions cannot be told apart
+        self.unknown: Unknown | None = None  # of all of it, if its regions cannot be distinguished
 
     def write(self, link: Link) -> None:
         try:
