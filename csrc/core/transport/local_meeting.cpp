@@ -58,9 +58,10 @@ bool same_secret(const char (&shown)[kSecretBytes], const std::string& secret) {
   return unlike == 0;
 }
 
-bool ended(const Descriptor& process) {
-  pollfd entry{process.get(), POLLIN, 0};
-  return process.get() >= 0 && poll(&entry, 1, 0) > 0;
+// Of a process, or of a connection on which nothing is sent.
+bool ended(const Descriptor& what) {
+  pollfd entry{what.get(), POLLIN, 0};
+  return what.get() >= 0 && poll(&entry, 1, 0) > 0;
 }
 
 // One call of meet().
@@ -105,6 +106,7 @@ class Meeting {
  private:
   struct Missing {
     Descriptor socket;   // to a lower rank, which has not answered yet
+    Descriptor held;     // to a higher rank, which has not called yet; without a greeting
     Descriptor process;  // as far as it is known and visible from here
     TimePoint looked;
   };
@@ -133,12 +135,14 @@ class Meeting {
     if (!say(state.socket.get(), other)) state.socket = Descriptor();
   }
 
-  // That rank has not called yet. Its listening socket shows that it is alive.
+  // That rank has not called yet. Its listening socket shows that it has not given up: a connection to it is
+  // held, and ends with it.
   void look_after(int32_t other, Missing& state, TimePoint now) {
-    if (state.process.get() >= 0 || now - state.looked < kLook) return;
+    if (now - state.looked < kLook) return;
     state.looked = now;
-    const Descriptor socket = connect(other);
-    if (socket.get() >= 0) state.process = process_behind(socket.get());
+    if (state.held.get() >= 0 && !ended(state.held)) return;
+    state.held = connect(other);
+    if (state.held.get() >= 0 && state.process.get() < 0) state.process = process_behind(state.held.get());
   }
 
   void wait() {

@@ -211,7 +211,7 @@ class _Meetings:
         self._conversation: _C.Conversation | None = None
         self._written: dict[int, _Address] = {}  # by peer
         self._read: dict[int, _Address] = {}
-        self._memory: dict[int, _C.PairMemory] = {}  # that a address has offered, by peer
+        self._memory: dict[int, _C.PairMemory] = {}  # that an address has offered, by peer
         self._met: set[int] = set()  # with or without success, or in a thread that connects
         self._connecting: list[threading.Thread] = []
         self._next_key = 1  # number of the next

@@ -188,3 +188,22 @@ TEST_CASE("a rank that dies while the ranks of its host meet is named at once", 
   CHECK(Clock::now() - begin < kMeetingLimit / 2);
   waitpid(child, nullptr, 0);
 }
+
+TEST_CASE("a rank that gives up while the ranks of its host meet is named at once", "[exec][shm]") {
+  // Its process lives on. The others have found it alive before it gives up.
+  Ranks ranks(3);
+  auto second = std::make_unique<LocalMeeting>();
+  ranks.addresses[1] = second->address();
+  std::vector<std::future<std::string>> found;
+  const auto begin = Clock::now();
+  for (const int32_t rank : {0, 2}) {
+    found.push_back(std::async(std::launch::async, [&ranks, rank] {
+      return refused(ErrorKind::PeerLost, [&] { ranks.meet(rank); });
+    }));
+  }
+  std::this_thread::sleep_for(milliseconds(300));
+  second.reset();
+  for (auto& each : found)
+    CHECK(each.get().find("rank 1 of the group on this host exited, or gave up") != std::string::npos);
+  CHECK(Clock::now() - begin < kMeetingLimit / 2);
+}
