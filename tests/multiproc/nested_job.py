@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -67,9 +66,8 @@ def meet() -> None:
     """Waits for all ranks in the store, which is not theirs: values that gloo has sent may be lost if their
     sender ends before they are read."""
     store = dist.distributed_c10d._get_default_store()
-    store.add("has all values", 1)
-    while store.add("has all values", 0) < dist.get_world_size():
-        time.sleep(0.01)
+    store.set(f"rank {dist.get_rank()} has all values", "")
+    store.wait([f"rank {rank} has all values" for rank in range(dist.get_world_size())])
 
 
 def main() -> None:
