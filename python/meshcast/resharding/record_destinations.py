@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from ..base import checks
 from ..base.boxes import Box, Piece, common, without
 from ..base.checks import dtype_name
 from ..base.wire import once, pack, text_digest, unpack
-from ..errors import Caller, LayoutError, MeshcastError, PlanMismatchError
+from ..errors import Caller, LayoutError, MeshcastError
 from ..groups.parent import parent_group, raise_refused, seconds
 from ..spec import TensorSpec
 from .recorded import (
@@ -36,17 +36,15 @@ from .recorded import (
     tensors_of,
 )
 from .recorder import Entry, Fill, Literal, Recorder, RecordingTensor, Storage, Unknown, Unrecordable
+from .rows import Rounds
 from .state_entries import OP, mismatch
 from .state_run import conversation
 from .strided import IrregularError, Link, boxes_of
 
-if TYPE_CHECKING:
-    from .state_run import Rows
-
 __all__ = ["record_destinations"]
 
 _OP = "record_destinations"
-_REFUSED = 1
+_FINE = 0  # first in a row: the rank has not failed
 _BITS = 62  # of a number in a row
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _WIDER = {  # dtypes that hold all values of another
@@ -139,9 +137,9 @@ def record_destinations(
             limit = seconds(timeout, parent.timeout)
         except Exception as error:
             wrong = error
-        rounds = _Rounds(conversation(parent).rows, parent.rank, begin + limit)
+        agreement = _Agreement(Rounds(conversation(parent).rows, begin + limit))
         try:
-            return rounds.record(model, load, names_and_shapes, strict, wrong)
+            return agreement.record(model, load, names_and_shapes, strict, wrong)
         except MeshcastError as error:
             if error.op == OP:  # of the rows, which are those of calls that move tensors
                 error.args, error.op = (str(error).replace(OP, _OP), *error.args[1:]), _OP
@@ -157,12 +155,11 @@ class _Named(NamedTuple):
 _Names = dict[str, _Named]
 
 
-class _Rounds:
+class _Agreement:
     """The conversation of the ranks of one call."""
 
-    def __init__(self, rows: Rows, rank: int, deadline: float) -> None:
-        self._rows, self._rank, self._deadline = rows, rank, deadline
-        self._number = rows.number()
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
 
     def record(
         self, model: Any, load: Load | None, names: Any, strict: bool, wrong: Exception | None
@@ -181,7 +178,7 @@ class _Rounds:
             sum(1 << at for at, name in enumerate(order[begin : begin + _BITS]) if name in used)
             for begin in range(0, len(order), _BITS)
         ]
-        rows = self._round("recorded", failure, bits, "could not record its loader")
+        rows = self._rounds.gather("recorded", failure, [_FINE, *bits], "could not record its loader")
         together = [0] * len(bits)
         for row in rows.values():
             together = [a | b for a, b in zip(together, row[1:], strict=True)]
@@ -198,7 +195,8 @@ class _Rounds:
             made._place_constants()
         except Exception as error:
             failure = error
-        self._round("placed", failure, [], "could not write the constants of its loader", last=True)
+        what = "could not write the constants of its loader"
+        self._rounds.gather("placed", failure, [_FINE], what, last=True)
         return made
 
     def _agreed_names(self, names: Any, wrong: Exception | None) -> dict[str, Entry]:
@@ -211,19 +209,12 @@ class _Rounds:
         except Exception as error:
             wrong = error
         text = "" if mine is None else pack({n: _Named(e.shape, e.dtype) for n, e in mine.items()}, _Names)
-        low, high = text_digest(text)
-        rows = self._round("names", wrong, [int(mine is not None), low, high], "refused its arguments")
-        first: dict[tuple[int, int], int] = {}
-        for rank, row in rows.items():
-            if row[1]:
-                first.setdefault((row[2], row[3]), rank)
-        if not first:
+        row = [_FINE, int(mine is not None), *text_digest(text)]
+        rows = self._rounds.gather("names", wrong, row, "refused its arguments")
+        given = {rank: (low, high) for rank, (_, holds, low, high) in rows.items() if holds}
+        if not given:
             raise LayoutError("names_and_shapes is given on no rank: the names and shapes of the checkpoint")
-        topic = f"names and shapes {self._number}"
-        if first.get((low, high)) == self._rank:
-            self._rows.post(topic, text, self._deadline)
-        texts = self._rows.read(topic, sorted({*first.values()} - {self._rank}), self._deadline)
-        texts |= {self._rank: text} if self._rank in first.values() else {}
+        texts, _ = self._rounds.texts("names and shapes", lambda: text, given)
         found: dict[str, tuple[int, Entry]] = {}
         for rank in sorted(texts):
             for name, (shape, dtype) in unpack(_Names, texts[rank]).items():
@@ -240,43 +231,20 @@ class _Rounds:
         """Raises on all ranks where a parameter has another dtype on another rank."""
         mine = {name: _Named((), each.dtype) for name, each in sorted(recording.landings.items())}
         text = pack(mine, _Names)
-        low, high = text_digest(text)
-        rows = self._round("dtypes", failure, [low, high], "could not record its loader")
-        first: dict[tuple[int, int], int] = {}
-        for rank, row in rows.items():
-            first.setdefault((row[1], row[2]), rank)
-        topic = f"dtypes {self._number}"
-        if first[low, high] == self._rank:
-            self._rows.post(topic, text, self._deadline)
-        texts = self._rows.read(topic, sorted({*first.values()} - {self._rank}), self._deadline)
+        row = [_FINE, *text_digest(text)]
+        rows = self._rounds.gather("dtypes", failure, row, "could not record its loader")
+        texts, _ = self._rounds.texts(
+            "dtypes", lambda: text, {rank: tuple(each) for rank, each in rows.items()}
+        )
         found: dict[str, tuple[int, torch.dtype]] = {}
-        for rank in sorted(first.values()):
-            read = unpack(_Names, texts.get(rank, text))
-            for name, (_, dtype) in read.items():
+        for rank in sorted(texts):
+            for name, (_, dtype) in unpack(_Names, texts[rank]).items():
                 before, other = found.setdefault(name, (rank, dtype))
                 if other != dtype:
                     raise mismatch(
                         f"the parameter {name!r} is {dtype_name(other)} on rank {before}, but "
                         f"{dtype_name(dtype)} on rank {rank}"
                     )
-
-    def _round(
-        self, topic: str, failure: Exception | None, row: Sequence[int], what: str, *, last: bool = False
-    ) -> dict[int, list[int]]:
-        """Every rank's row, behind whether it has failed; then all raise."""
-        topic = f"{topic} {self._number} failed"
-        left = max(self._deadline - time.monotonic(), 1e-3)
-        rows = self._rows.gather([0 if failure is None else _REFUSED, *row], left)
-        if last:
-            self._rows.forget(self._deadline)
-        if failure is not None:
-            self._rows.post(topic, str(failure), self._deadline)
-            raise failure
-        for other, theirs in rows.items():
-            if theirs[0] == _REFUSED:
-                why = self._rows.read(topic, [other], self._deadline)[other]
-                raise PlanMismatchError(f"rank {other} {what}: {why}", peer=other, phase="agree")
-        return rows
 
 
 def _ended(recording: Recording, model: Any, load: Load | None) -> RecordedDestinations:

@@ -13,9 +13,7 @@ import torch
 
 from ..transfers.handle import Unordered, call_back
 from ..transfers.transfer import Call
-from .state_entries import (
-    OP,
-)
+from .state_entries import OP
 
 __all__ = ["Queue", "Work", "behind", "own_stream"]
 

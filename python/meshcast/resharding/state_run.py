@@ -11,16 +11,14 @@ own, so that they need no order with other calls of the process group.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..base import checks
@@ -33,20 +31,18 @@ from ..errors import (
     LayoutError,
     MeshcastError,
     PeerLostError,
-    PlanMismatchError,
     was_reported,
 )
 from ..groups.parent import ParentGroup
-from ..groups.store import within
 from ..layout import Layout
-from ..planning.plan import Problem
 from ..transfers.digest import shard_digest, values_digest
 from ..transfers.handle import Handle
 from ..transfers.medium import fresh
-from ..transfers.transfer import Call, kept_transfer
+from ..transfers.transfer import Call
 from .compiled import as_dtensor, copied, tensor_spec
 from .memory import note_written
 from .meshes import positive_placements, scales_layout
+from .rows import Rounds, Rows, left
 from .state_arguments import Given, StateCall, checked_call, receiving
 from .state_background import Queue, Work
 from .state_batches import Batch, Digests, Kept, Known, check_twins, check_whole
@@ -65,14 +61,13 @@ from .state_moves import agree
 from .state_quantize import Blocks
 
 if TYPE_CHECKING:
-    from ..groups.private import PrivateGroup
+    pass
 
 __all__ = [
     "Conversation",
     "Memory",
     "Repeated",
     "ReshardedState",
-    "Rows",
     "StateRun",
     "beside",
     "conversation",
@@ -81,60 +76,7 @@ __all__ = [
 ]
 
 
-_T = TypeVar("_T")
 _Values = dict[str, str]
-_GRACE = 1.0  # seconds that the store is given beyond the limit of a call
-
-
-class Rows:
-    """The conversation of one group of ranks. All ranks make the same calls in one order."""
-
-    def __init__(self, parent: ParentGroup, lost: Collection[int] = ()) -> None:
-        """lost: ranks that make no call any longer."""
-        self._parent = parent
-        self.ranks = sorted(parent.ranks.difference(lost))
-        self._group: PrivateGroup = parent.private(self.ranks)
-        self._rows = Layout(self.ranks, [Shard(0)])
-        self._all = Layout(self.ranks, [Replicate()])
-        self._posted: list[str] = []
-
-    def number(self) -> int:
-        """Returns the number of the next gathering, the same on all ranks."""
-        return self._group.next_ordinal(0)
-
-    def gather(self, row: Sequence[int], limit: float) -> dict[int, list[int]]:
-        """Every rank's row, all of one length."""
-        shape = (len(self.ranks), len(row))
-        transfer = kept_transfer(self._parent, [Problem(shape, torch.int64, self._rows, self._all)], OP)
-        mine = torch.tensor([list(row)], dtype=torch.int64)
-        rows = torch.empty(shape, dtype=torch.int64)
-        transfer.launch([mine], [rows], limit, driven=True).wait()
-        return dict(zip(self.ranks, rows.tolist(), strict=True))
-
-    def post(self, topic: str, text: str, deadline: float) -> None:
-        """deadline: by time.monotonic(); that of the call, as everywhere here."""
-        self._posted.append(topic)
-        self._ask(lambda: self._group.conversation.say(topic, text), deadline)
-
-    def read(self, topic: str, ranks: Sequence[int], deadline: float) -> dict[int, str]:
-        """Returns what `ranks` have posted, or are about to post."""
-        if not ranks:
-            return {}
-        late = f"{OP}: rank {{first}} did not say what it holds"
-        return self._ask(
-            lambda: self._group.conversation.hear(topic, ranks, deadline, late, OP, "agree"), deadline
-        )
-
-    def forget(self, deadline: float) -> None:
-        """Deletes what this rank posted. Only after a round that followed the reading of it."""
-        for topic in self._posted:
-            self._ask(partial(self._group.conversation.forget, topic), deadline)
-        self._posted.clear()
-
-    def _ask(self, call: Callable[[], _T], deadline: float) -> _T:
-        """call() uses the store, and ends by itself until then where that answers."""
-        left = max(deadline - time.monotonic(), 0.0)
-        return within(left + _GRACE, call, "what the ranks hold", Caller(OP, self._parent.rank, "agree"))
 
 
 def _arriving(call: StateCall, targets: dict[str, Target], rank: int) -> dict[str, torch.Tensor]:
@@ -191,7 +133,6 @@ def _wrapped(
 
 
 _NONE = -1  # in a row: no version, nothing known
-_REFUSED = -2
 
 
 class StateRun:
@@ -229,7 +170,7 @@ class StateRun:
         self.batches: Sequence[Batch] = ()
         self.made: list[Call] = []
         self.moving: Callable[[], None] = lambda: None
-        self.number, self.deadline = 0, math.inf  # of the call among those of its conversation, once it runs
+        self.rounds: Rounds  # with the other ranks, once it runs
         self._versions: dict[str, list[tuple[torch.Tensor, int]]] = {}  # of tensors, as they were at the call
         self._digests: dict[str, int] = {}
         try:
@@ -345,7 +286,7 @@ class StateRun:
 
 
 class _Row(NamedTuple):
-    """The facts that a rank sends in the first round. state: _REFUSED, _NONE, or the number of the kind of
+    """The facts that a rank sends in the first round. state: REFUSED, _NONE, or the number of the kind of
     call that it knows. last: the version that arrived before. holds: whether it holds tensors; values:
     whether its values that are no tensors are others than in the last call. low, high: digest of its side,
     zeros where it knows the kind."""
@@ -380,7 +321,7 @@ class Conversation:
 
     @torch.no_grad()
     def _run(self, run: StateRun, deadline: float) -> ReshardedState:
-        run.deadline, run.number = deadline, self.rows.number()
+        run.rounds = Rounds(self.rows, deadline)
         known, text, rows = self._exchange(run)
         version = _agreed_version(rows)
         known = self._agree(run, known, text, rows)
@@ -409,7 +350,7 @@ class Conversation:
         except Exception as error:  # of one rank's tensors: ranks that do not need them have to learn of it
             failure = run.typed(error)
             for batch in known.batches[done + was_reported(error) :]:
-                batch.refuse(failure, _left(deadline))
+                batch.refuse(failure, left(deadline))
         self._end(run, known, failure, digests)
         if version is not None:
             self.versions[run.names] = run.result.version = version
@@ -440,29 +381,19 @@ class Conversation:
     def _agree(self, run: StateRun, known: Known | None, text: str, rows: Mapping[int, _Row]) -> Known:
         """Returns what is known of this kind of call on all ranks, with the values of this call; else what
         follows from the sides of all ranks. The same on all, or the same error."""
-        side, rank, deadline = run.checked.side, self.parent.rank, run.deadline
+        side, rounds = run.checked.side, run.rounds
         if known is not None and all(row.state == known.number for row in rows.values()):
-            topic = f"values {run.number}"
-            if rows[rank].values:
-                self.rows.post(topic, pack(side.carried, _Values), deadline)
-            changed = self.rows.read(topic, [other for other, row in rows.items() if row.values], deadline)
-            known.values.update({other: unpack(_Values, theirs) for other, theirs in changed.items()})
+            speakers: dict[int, Any] = {rank: rank for rank, row in rows.items() if row.values}
+            changed, _ = rounds.texts("values", lambda: pack(side.carried, _Values), speakers)
+            known.values.update({rank: unpack(_Values, theirs) for rank, theirs in changed.items()})
             return known
-        # Only the first of the ranks with one digest posts its text; one without a digest posts its own.
-        first: dict[tuple[int, int], int] = {}
-        speakers = {
-            other: first.setdefault((row.low, row.high), other) if row.low or row.high else other
-            for other, row in rows.items()
-        }
-        topic, speaker = f"specs {run.number}", speakers[rank]
-        text = text or pack(side)
-        if speaker == rank:
-            self.rows.post(topic, text, deadline)
-        texts = self.rows.read(topic, sorted({*speakers.values()} - {speaker}), deadline) | {speaker: text}
+        # One that knew the kind of call has sent no digest.
+        speakers = {rank: (row.low, row.high) if row.low or row.high else rank for rank, row in rows.items()}
+        texts, spoke = rounds.texts("specs", lambda: text or pack(side), speakers)
         same: dict[Any, Any] = {}
-        read = {other: unpack(StateSide, texts[other], same) for other in sorted(texts)}
-        sides = {other: read[spoke] for other, spoke in speakers.items()}
-        return Known(run.number, agree(sides), {other: each.carried for other, each in sides.items()})
+        read = {rank: unpack(StateSide, texts[rank], same) for rank in sorted(texts)}
+        sides = {rank: read[spoke[rank]] for rank in rows}
+        return Known(rounds.number, agree(sides), {rank: each.carried for rank, each in sides.items()})
 
     def _compare_twins(self, run: StateRun, known: Known) -> None:
         """Raises on all ranks where meshes hold different values under one name. Reads each tensor once."""
@@ -494,10 +425,10 @@ class Conversation:
                 blocks = Blocks(self.parent.rank, known.agreed.quantized, call.sent(()))
                 if batch is not None:
                     done = True
-                    run.made += batch.run(blocks.sent, blocks.arriving, run.deadline, None)
+                    run.made += batch.run(blocks.sent, blocks.arriving, run.rounds.deadline, None)
             except Exception as error:
                 if batch is not None and not done:
-                    batch.refuse(run.typed(error), _left(run.deadline))
+                    batch.refuse(run.typed(error), left(run.rounds.deadline))
                 raise
             blocks.settle()
         except (DeadlineExceededError, PeerLostError, AbortedError):
@@ -526,20 +457,7 @@ class Conversation:
         *,
         last: bool = False,
     ) -> dict[int, list[int]]:
-        """Returns every rank's row. Where a rank has failed, it says why under the topic, and all raise."""
-        topic = f"{topic} {run.number}"
-        row = row if failure is None else (_REFUSED, *row[1:])
-        rows = self.rows.gather(row, _left(run.deadline))
-        if last:
-            self.rows.forget(run.deadline)
-        if failure is not None:
-            self.rows.post(topic, str(failure), run.deadline)
-            raise failure
-        for other, theirs in rows.items():
-            if theirs[0] == _REFUSED:
-                why = self.rows.read(topic, [other], run.deadline)[other]
-                raise PlanMismatchError(f"rank {other} {what}: {why}", peer=other, phase="agree")
-        return rows
+        return run.rounds.gather(topic, failure, row, what, last=last)
 
 
 def conversation(parent: ParentGroup, lost: Collection[int] = ()) -> Conversation:
@@ -550,10 +468,6 @@ def conversation(parent: ParentGroup, lost: Collection[int] = ()) -> Conversatio
     if found is None:
         found = parent.extras[key] = Conversation(parent, {}, without)
     return found
-
-
-def _left(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 1e-3)
 
 
 def _agreed_version(rows: Mapping[int, _Row]) -> int | None:
