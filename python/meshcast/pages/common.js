@@ -72,7 +72,7 @@ function colour(name) {
 }
 
 // Two canvases: one for what stays, one above it for what moves with time; units are pixels of CSS. label: read
-// out in place of the picture.
+// out instead of the picture.
 class Picture {
   constructor(label, height) {
     this.height = height;

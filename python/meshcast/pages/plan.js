@@ -57,7 +57,7 @@ const columns = Math.max(1, Math.min(hosts.length, Math.ceil(Math.sqrt(hosts.len
 const lines = Math.ceil(hosts.length / columns);
 const drawsRanks = hostOf.length <= MOST_RANKS;
 const most = Math.max(1, ...hosts.map((host) => host.ranks.length));
-const inner = most <= 5 ? most : Math.ceil(Math.sqrt(most * 2)); // ranks beside each other
+const inner = most <= 5 ? most : Math.ceil(Math.sqrt(most * 2)); // ranks next to each other
 const boxHeight = drawsRanks ? Math.max(70, Math.ceil(most / inner) * 34 + 34) : 56;
 const gap = 46;
 const map = new Picture("Hosts and ranks with the chunks in flight between them; the table below lists these", lines * (boxHeight + gap) + gap / 2);
@@ -324,14 +324,14 @@ const listed = make("div");
 const aggregated = count > MOST_BARS
   ? `${count} hops are more than ${MOST_BARS}: each pixel shows for which part of its time the ${what} is busy, the darker the longer.`
   : "One colour for each task.";
-const table_ = table(`What each ${what} carries`, [what, "out", "in", "out busy", "in busy"],
+const table_ = table(`Traffic of each ${what}`, [what, "out", "in", "out busy", "in busy"],
   rows.slice(0, MOST_NICS).map((row) => [row.label, ...row.ways.map((way) => bytes(way.bytes)), ...row.ways.map((way) => `${(busy(way) * 100).toFixed(1)} %`)]), [1, 2, 3, 4]);
 const about = make("dl", { class: "about" }, ...data.about.flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
 main.append(
   about, figures("Figures", facts),
   make("h2", {}, "Chunks in flight"), caption, map.element,
   make("p", {}, "A rank's circle fills with what it receives."),
-  make("h2", {}, `What each ${what} carries`),
+  make("h2", {}, `Traffic of each ${what}`),
   make("p", {}, `${aggregated} Dashed: the lower bound; solid: the makespan.`), chart.element,
   make("h2", {}, "Chunks in flight, listed"), listed,
   make("h2", {}, `Utilisation of each ${what}`), table_);

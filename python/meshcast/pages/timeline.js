@@ -164,7 +164,7 @@ function show(time) {
   }
   const sends = shown.some(({ panel }) => panel.byRow.some((row) => row.sends.length));
   const heads = [...(shown.length > 1 ? ["timeline"] : []), "row", "does", ...(sends ? ["sends"] : [])];
-  now.replaceChildren(table("What each row does at this time", heads, rows.map((row) => row.slice(0, heads.length))));
+  now.replaceChildren(table("Actions of each row at this time", heads, rows.map((row) => row.slice(0, heads.length))));
   document.body.dataset.does = JSON.stringify(rows.map((row) => row.slice(shown.length > 1 ? 1 : 0)));
 }
 
