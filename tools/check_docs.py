@@ -1,7 +1,7 @@
 """Refuses wide prose and words with plainer ones; codespell knows no phrases, Markdown linters no tables.
 
-Wide lines are looked for in the documents, words of CONTRIBUTING.md's table also in the docstrings, comments
-and texts of the package, and docstrings that begin as an answer does in the package.
+Wide lines are looked for in the documents, words of CONTRIBUTING.md's table also in the notebooks and in the
+docstrings, comments and texts of the package, and docstrings that begin as an answer does in the package.
 
 python tools/check_docs.py [width | words | docstrings]
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import re
 import sys
 import tokenize
@@ -138,15 +139,15 @@ def words_of_module(text: str) -> tuple[list[tuple[int, str]], int]:
 
 
 def words_of_source(text: str) -> int:
-    """The number of such words in the texts of a C++ file."""
+    """The number of such words in the texts of a C++ or JavaScript file."""
     lines = (line.split("//")[0] for line in text.splitlines())
     texts = (each for line in lines for each in re.findall(r'"((?:[^"\\]|\\.)*)"', line))
     return sum(len(words(each)) for each in texts if " " in each)
 
 
 def words_of_comments(text: str, python: bool) -> list[tuple[int, str]]:
-    """(line, word) of the comments of a Python or C++ file; a phrase may be wrapped. The first words of a
-    comment may be a clause: "// What a peer sent." names a member."""
+    """(line, word) of the comments of a Python, C++ or JavaScript file; a phrase may be wrapped. The first
+    words of a comment may be a clause: "// What a peer sent." names a member."""
     comments = dict.fromkeys(range(1, text.count("\n") + 2), "")
     if python:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -186,12 +187,16 @@ def unplain() -> list[str]:
         if path.name != "CHANGELOG.md":  # history
             text, _, _ = path.read_text(encoding="utf-8").partition("\n## Words\n")  # the table itself
             found[str(path.relative_to(ROOT))] = words_of_document(text)
+    for path in sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        found[str(path.relative_to(ROOT))] = words_of_document(text)
     for path in sorted((ROOT / "python" / "meshcast").rglob("*.py")):
         name = str(path.relative_to(ROOT))
         text = path.read_text(encoding="utf-8")
         found[name], counts[name] = words_of_module(text)
         found[name] += words_of_comments(text, python=True)
-    for path in sorted((ROOT / "csrc").rglob("*.[hc]*")):
+    for path in sorted([*(ROOT / "csrc").rglob("*.[hc]*"), *(ROOT / "python" / "meshcast").rglob("*.js")]):
         name, text = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
         found[name], counts[name] = words_of_comments(text, python=False), words_of_source(text)
     lines = [

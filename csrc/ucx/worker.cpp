@@ -1,5 +1,6 @@
 #include "ucx/worker.h"
 
+#include <cerrno>
 #include <cstdlib>
 #include <system_error>
 #include <thread>
@@ -104,7 +105,11 @@ ucp_ep_h Worker::connect(const std::string& address, ucp_err_handler_cb_t failed
   params.err_handler.cb = failed;
   params.err_handler.arg = argument;
   ucp_ep_h endpoint = nullptr;
+  errno = 0;
   const ucs_status_t status = api_.ucp_ep_create(worker_, &params, &endpoint);
+  // On the peer's own host the system refuses at once, before UCX has looked for anything else.
+  if (status == UCS_ERR_UNREACHABLE && errno == ECONNREFUSED)
+    throw Error(ErrorKind::Generic, "its process has ended: it refuses connections");
   if (status == UCS_ERR_UNREACHABLE)
     throw Error(
         ErrorKind::Generic,

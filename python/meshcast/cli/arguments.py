@@ -39,7 +39,8 @@ def named(option: str) -> Iterator[None]:
     try:
         yield
     except (MeshcastError, OSError) as error:
-        raise LayoutError(f"{option}: {_text(error)}") from None
+        text = _text(error)  # of a file, which may be the value itself
+        raise LayoutError(text if text.startswith(f"{option}: ") else f"{option}: {text}") from None
 
 
 @contextmanager

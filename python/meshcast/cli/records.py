@@ -249,9 +249,9 @@ def _clock(seconds: float) -> str:
 
 # Errors that a rank raises because of another one.
 _FOLLOW = ("AbortedError", "PeerLostError", "DeadlineExceededError", "PlanMismatchError")
-# In the error of a rank that cannot connect with another: interfaces are the reason only if that rank is
+# In the errors of a rank that cannot connect with another. Interfaces are the reason only if that rank is
 # alive.
-_UNREACHABLE = "no way to the peer"
+_UNREACHABLE = ("no way to the peer", "it refuses connections")
 
 
 @dataclass(frozen=True)
@@ -348,7 +348,9 @@ def _cause(
     failed.sort(key=lambda call: call.begun + (call.seconds or 0.0))
     gone = {*silent, *(rank for rank, record in records.items() if record.ended or record.exception)}
     unreachable = [
-        call for call in failed if _UNREACHABLE in call.error and gone & ({*call.ranks} - {call.rank})
+        call
+        for call in failed
+        if any(text in call.error for text in _UNREACHABLE) and gone & ({*call.ranks} - {call.rank})
     ]
     refused = [
         call

@@ -29,7 +29,10 @@ _MOST = 4096  # stages and micro-batches
 _COUNT = integer(1, _MOST)
 _TIMES = ("forward", "backward", "weight", "transfer")
 _UNIT = "units"  # of simulated times: those of --forward and the others
-_ABOUT = "Times are in the unit of --forward, --backward and --transfer. Numbers in bars are micro-batches."
+_ABOUT = (
+    "Times are in the unit in which those of a forward, a backward and a transfer were given. "
+    "Numbers in bars are micro-batches."
+)
 # Options of a single schedule, with their defaults.
 _OF_ONE = {
     "schedule": "Eager1F1B",
@@ -38,6 +41,11 @@ _OF_ONE = {
     "warmup": None,
     "delay_weight_grad": False,
 }
+_COLUMNS = """\
+makespan          in the unit of the given times
+x free 1F1B       makespan over that of 1F1B with transfers that take no time
+bubble, exposed   part of the time in which ranks are idle, and in which they only wait for values in flight
+peak activations  micro-batches that a rank holds at most"""
 _WIDTH = 150  # characters of a timeline that is printed
 
 # Rows of --compare: label, schedule, options, stages on each rank.
@@ -161,7 +169,7 @@ def _figures(report: SimulationReport) -> dict[str, Any]:
 
 def _text(report: SimulationReport, costs: dict[str, Any]) -> str:
     lines = [
-        f"makespan            {report.makespan:.6g}",
+        f"makespan            {report.makespan:.6g} (in the unit of the given times)",
         f"bubble              {report.bubble_fraction:.1%}",
         f"exposed transfers   {report.exposed_fraction:.1%}",
         f"peak activations    {' '.join(map(str, report.peak_activations))} (micro-batches, of each stage)",
@@ -192,7 +200,7 @@ def _compare(
         rows.append([label, makespan, f"{ratio:.3f}", *(f"{part:.1%}" for part in parts), f"{peak:g}"])
         figures.append({"schedule": label, "stages_per_rank": chunks, **_figures(report)})
         reports.append((f"{label}: {makespan}", report))
-    below = f"{stages} ranks; the last rows have two stages of half the size on each"
+    below = f"{stages} ranks; the last rows have two stages of half the size on each\n{_COLUMNS}"
     return figures, f"{checks.table(rows, right=range(1, 6))}\n{below}", reports
 
 
@@ -246,7 +254,7 @@ def run_timeline(arguments: argparse.Namespace) -> int:
         print(
             f"rank {each['rank']}: computes {each['compute_ms'] / end:.1%}, waits for values "
             f"{each['wait_ms'] / end:.1%}, for values in flight {each['exposed_ms'] / end:.1%} of "
-            f"{end:.3g} ms"
+            f"{f'{end:.3g}' if end < 1000 else round(end)} ms"
         )
     return 0
 

@@ -28,11 +28,24 @@ function make(tag, attributes = {}, ...children) {
   return element;
 }
 
+// A label and its control, which stay on one line.
+function pair(...parts) {
+  return make("span", { class: "pair" }, ...parts);
+}
+
+// numbers: columns that are set to the right.
 function table(caption, head, rows, numbers = []) {
   const cell = (tag) => (text, at) => make(tag, numbers.includes(at) ? { class: "number" } : {}, String(text));
   return make("div", { class: "scroll" }, make("table", { "aria-label": caption },
     make("thead", {}, make("tr", {}, ...head.map(cell("th")))),
     make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map(cell("td")))))));
+}
+
+// One row of values, each on one line with its unit, below their names. pairs: [name, value].
+function figures(caption, pairs) {
+  const whole = table(caption, pairs.map(([name]) => name), [pairs.map(([, value]) => value)]);
+  whole.classList.add("figures");
+  return whole;
 }
 
 function digits(value, count = 4) {
@@ -59,7 +72,7 @@ function colour(name) {
 }
 
 // Two canvases: one for what stays, one above it for what moves with time; units are pixels of CSS. label: read
-// out in place of the picture.
+// out instead of the picture.
 class Picture {
   constructor(label, height) {
     this.height = height;
@@ -104,9 +117,9 @@ class Picture {
   }
 }
 
-// An axis of time below a picture: about eight round numbers.
+// An axis of time below a picture: about eight round numbers, fewer where they would meet.
 function axis(context, left, width, y, end, unit) {
-  const step = end / 8;
+  const step = end / Math.max(2, Math.min(8, width / 60));
   const power = 10 ** Math.floor(Math.log10(step));
   const round = [1, 2, 5, 10].find((factor) => factor * power >= step) * power;
   context.fillStyle = colour("muted");
@@ -192,7 +205,7 @@ function play(end, begins, text, show, redraw) {
   });
   window.addEventListener("resize", all);
   redraw();
-  // A page says most where something is on its way.
+  // A page says most where something is in flight.
   slider.value = String(Math.round(10000 * Number(wanted.get("t") ?? 0.4)));
   slider.dispatchEvent(new Event("input"));
   document.body.dataset.openMs = (performance.now() - started).toFixed(1);

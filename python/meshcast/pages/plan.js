@@ -7,7 +7,7 @@ const nbytes = Float64Array.from(hops.chunk, (chunk) => data.chunk_bytes[chunk])
 const hostOf = data.host_of, nicOf = data.nic_of, hosts = data.hosts;
 
 const MOST_BARS = 20000; // hops that are drawn one by one
-const MOST_LINES = 300; // chunks on their way that are
+const MOST_LINES = 300; // chunks in flight that are
 const MOST_RANKS = 512;
 const MOST_LISTED = 20;
 const MOST_NICS = 64; // in the table
@@ -51,16 +51,16 @@ function hopText(hop) {
     `${time(hops.start[hop])} to ${time(hops.finish[hop])}, task ${hops.task[hop]}${task ? ` (${task})` : ""}`;
 }
 
-// ---- the hosts, and what is on its way between them
+// ---- the hosts, and what is in flight between them
 
 const columns = Math.max(1, Math.min(hosts.length, Math.ceil(Math.sqrt(hosts.length * 1.8))));
 const lines = Math.ceil(hosts.length / columns);
 const drawsRanks = hostOf.length <= MOST_RANKS;
 const most = Math.max(1, ...hosts.map((host) => host.ranks.length));
-const inner = most <= 5 ? most : Math.ceil(Math.sqrt(most * 2)); // ranks beside each other
+const inner = most <= 5 ? most : Math.ceil(Math.sqrt(most * 2)); // ranks next to each other
 const boxHeight = drawsRanks ? Math.max(70, Math.ceil(most / inner) * 34 + 34) : 56;
 const gap = 46;
-const map = new Picture("Hosts and ranks with the chunks on their way between them; the table below lists these", lines * (boxHeight + gap) + gap / 2);
+const map = new Picture("Hosts and ranks with the chunks in flight between them; the table below lists these", lines * (boxHeight + gap) + gap / 2);
 const places = new Array(hostOf.length);
 let boxes = [];
 let radius = 11; // of a rank's circle, in pixels
@@ -120,7 +120,7 @@ function drawFlying() {
       context.arc(at[0], at[1], radius, 0, 7);
       context.fillStyle = edge;
       context.fill();
-      if (gets[rank]) { // how much of what it gets has come
+      if (gets[rank]) { // how much of what it gets has arrived
         context.beginPath();
         context.moveTo(at[0], at[1]);
         context.arc(at[0], at[1], radius, -Math.PI / 2, -Math.PI / 2 + (2 * Math.PI * got[rank]) / gets[rank]);
@@ -147,7 +147,7 @@ function drawFlying() {
       context.globalAlpha = 1;
     });
   }
-  caption.textContent = `${flying.length} on their way` + (single ? "."
+  caption.textContent = `${flying.length} in flight` + (single ? "."
     : `: one line for each pair of hosts${labelled ? ", with their number" : ""}; those inside a host are left out.`);
   for (const { hop, part } of single ? flying : []) {
     context.beginPath();
@@ -183,7 +183,7 @@ function drawWayOf(context, hop) {
   context.lineWidth = 1;
 }
 
-// One line for each pair of hosts, with how many chunks are on their way. Whether there was room for the numbers.
+// One line for each pair of hosts, with how many chunks are in flight. Returns whether there was room for the numbers.
 function drawPairs(context, ink, accent, edge) {
   const pairs = new Map();
   for (const { hop } of flying) {
@@ -226,7 +226,7 @@ map.hover((x, y) => {
   }
   if (best) return best;
   const rank = drawsRanks ? places.findIndex((at) => at && Math.hypot(at[0] - x, at[1] - y) < radius) : -1;
-  if (rank >= 0) return `rank ${rank}: ${bytes(got[rank])} of ${bytes(gets[rank])} have come`;
+  if (rank >= 0) return `rank ${rank}: ${bytes(got[rank])} of ${bytes(gets[rank])} have arrived`;
   return "";
 });
 
@@ -317,23 +317,23 @@ chart.hover((x, y) => {
 // ---- the page
 
 const ratio = data.bound ? data.makespan / data.bound : 1;
-const figures = [["makespan", time(data.makespan)], ["lower bound", time(data.bound)], ["ratio", digits(ratio)],
+const facts = [["makespan", time(data.makespan)], ["lower bound", time(data.bound)], ["ratio", digits(ratio)],
   ["strategy", data.strategy], ["hops", count], ["tasks", new Set(hops.task).size]];
 const caption = make("p", { id: "flying" });
 const listed = make("div");
 const aggregated = count > MOST_BARS
   ? `${count} hops are more than ${MOST_BARS}: each pixel shows for which part of its time the ${what} is busy, the darker the longer.`
   : "One colour for each task.";
-const table_ = table(`What each ${what} carries`, [what, "out", "in", "out busy", "in busy"],
+const table_ = table(`Traffic of each ${what}`, [what, "out", "in", "out busy", "in busy"],
   rows.slice(0, MOST_NICS).map((row) => [row.label, ...row.ways.map((way) => bytes(way.bytes)), ...row.ways.map((way) => `${(busy(way) * 100).toFixed(1)} %`)]), [1, 2, 3, 4]);
 const about = make("dl", { class: "about" }, ...data.about.flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
 main.append(
-  about, table("Figures", figures.map(([name]) => name), [figures.map(([, value]) => value)]),
-  make("h2", {}, "Chunks on their way"), caption, map.element,
+  about, figures("Figures", facts),
+  make("h2", {}, "Chunks in flight"), caption, map.element,
   make("p", {}, "A rank's circle fills with what it receives."),
-  make("h2", {}, `What each ${what} carries`),
+  make("h2", {}, `Traffic of each ${what}`),
   make("p", {}, `${aggregated} Dashed: the lower bound; solid: the makespan.`), chart.element,
-  make("h2", {}, "Chunks on their way, listed"), listed,
+  make("h2", {}, "Chunks in flight, listed"), listed,
   make("h2", {}, `Utilisation of each ${what}`), table_);
 if (rows.length > MOST_NICS) main.append(make("p", {}, `and ${rows.length - MOST_NICS} more`));
 
@@ -350,7 +350,7 @@ function show(now) {
   }
   drawFlying();
   chart.cursor(across(now), chart.height - foot);
-  listed.replaceChildren(table("Chunks on their way", ["from rank", "to rank", "chunk", "bytes", "task", "begins", "ends"],
+  listed.replaceChildren(table("Chunks in flight", ["from rank", "to rank", "chunk", "bytes", "task", "begins", "ends"],
     flying.slice(0, MOST_LISTED).map(({ hop }) => [hops.src[hop], hops.dst[hop], hops.chunk[hop], bytes(nbytes[hop]), hops.task[hop], time(hops.start[hop]), time(hops.finish[hop])]), [0, 1, 2, 3, 4, 5, 6]));
   if (flying.length > MOST_LISTED) listed.append(make("p", {}, `and ${flying.length - MOST_LISTED} more`));
   document.body.dataset.flying = String(flying.length);
@@ -361,4 +361,4 @@ Object.assign(document.body.dataset, {
   busy: JSON.stringify(rows.map((row) => row.ways.map((way) => Math.round(way.bytes)))),
 });
 const begins = Float64Array.from(new Set(hops.start)).sort();
-play(data.makespan, begins, (now) => `at ${time(now)}; all has come at ${time(data.makespan)}`, show, () => { drawHosts(); drawChart(); });
+play(data.makespan, begins, (now) => `at ${time(now)}; all has arrived at ${time(data.makespan)}`, show, () => { drawHosts(); drawChart(); });

@@ -40,7 +40,7 @@ class Timeline {
     this.rowHeight = Math.min(34, Math.max(7, 1200 / Math.max(panel.rows.length, 1)));
     this.picture = new Picture(`Timeline of ${panel.title}; the table below says what each row does at the time chosen`,
       head + panel.rows.length * this.rowHeight + foot);
-    const facts = panel.facts.length ? [table(`Figures of ${panel.title}`, panel.facts.map(([name]) => name), [panel.facts.map(([, value]) => value)])] : [];
+    const facts = panel.facts.length ? [figures(`Figures of ${panel.title}`, panel.facts)] : [];
     const many = panel.bars.length > MOST_BARS
       ? [make("p", {}, `${panel.bars.length} bars are more than ${MOST_BARS}: those less than half a pixel wide are left out where another one is.`)] : [];
     this.element = make("section", {}, make("h2", {}, panel.title), ...facts, ...many, this.picture.element);
@@ -132,6 +132,7 @@ function legend() {
     box.style.background = `var(--${kind})`;
     return make("li", {}, box, KINDS[kind]);
   });
+  if (shown.some(({ panel }) => panel.bars.some((bar) => bar.tone))) items.push(make("li", {}, "paler: a later stage of the rank"));
   return make("ul", { class: "legend" }, ...items);
 }
 
@@ -141,11 +142,12 @@ if (panels.length > 2) {
     const select = make("select", { id: name }, ...panels.map((panel, at) => make("option", { value: at }, panel.title)));
     select.value = wanted.get(name) ?? String(index ? Math.min(3, panels.length - 1) : 1);
     choices.push(select);
-    chooser.append(make("label", { for: name }, index ? "Below" : "Above"), select);
+    chooser.append(pair(make("label", { for: name }, index ? "Below" : "Above"), select));
   });
 }
 if (panels.some((panel) => panel.critical.size)) {
-  chooser.append(make("input", { type: "checkbox", id: "critical", checked: "" }), make("label", { for: "critical" }, "Mark the critical path"));
+  const box = make("input", { type: "checkbox", id: "critical", checked: "" });
+  chooser.append(pair(box, make("label", { for: "critical" }, "Mark the critical path")));
 }
 if (data.text) main.append(make("pre", {}, data.text));
 main.append(chooser, area, make("h2", {}, "At this time"), now);
@@ -162,7 +164,7 @@ function show(time) {
   }
   const sends = shown.some(({ panel }) => panel.byRow.some((row) => row.sends.length));
   const heads = [...(shown.length > 1 ? ["timeline"] : []), "row", "does", ...(sends ? ["sends"] : [])];
-  now.replaceChildren(table("What each row does at this time", heads, rows.map((row) => row.slice(0, heads.length))));
+  now.replaceChildren(table("Actions of each row at this time", heads, rows.map((row) => row.slice(0, heads.length))));
   document.body.dataset.does = JSON.stringify(rows.map((row) => row.slice(shown.length > 1 ? 1 : 0)));
 }
 

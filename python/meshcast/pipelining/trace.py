@@ -411,6 +411,8 @@ def draw_timelines(timelines: Sequence[Timeline], path: str | Path) -> None:
     handles = [Patch(facecolor=tone, label=name) for kind, (tone, name) in _STYLES.items() if kind in used]
     if any(kind in used for kind in ("F", "B", "I", "W")):
         handles.append(Patch(facecolor="none", label="number: micro-batch"))
+    if any(tone for each in timelines for tone in each.tones()):
+        handles.append(Patch(facecolor="none", label="paler: a later stage of the rank"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles) or 1, frameon=False)
     figure.savefig(path, dpi=140)
 

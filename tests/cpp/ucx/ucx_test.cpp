@@ -367,6 +367,8 @@ TEST_CASE("ranks that only ask for a peer know when it has died, and not before"
           const auto [group, process] = lost(milliseconds(2000));
           UcxRank::require(!group.empty(), "the group knows");
           UcxRank::require(!process.empty(), "the watch knows");
+          for (const std::string& why : {group, process})
+            UcxRank::require(why.find("MESHCAST_IFNAMES") == std::string::npos, "not the interface: " + why);
           transport->shutdown();
         }) == "");
 }

@@ -113,7 +113,7 @@ def test_arrow_keys_move_time_by_a_hundredth(plan: Plan, plan_page: Path) -> Non
         assert float(dom["time"]) == pytest.approx(part * whole, rel=1e-3)
     now = re.search(r'<output id="now"[^>]*>([^<]*)<', opened(plan_page, "t=0").text)
     assert now is not None
-    assert re.fullmatch(r"at 0 us; all has come at [0-9.]+ ms", now[1])
+    assert re.fullmatch(r"at 0 us; all has arrived at [0-9.]+ ms", now[1])
 
 
 @pytest.mark.parametrize("kind", ["plan", "schedules"])
@@ -127,12 +127,20 @@ def test_nothing_is_wider_than_a_telephone(kind: str, plan_page: Path, tmp_path:
     script = (
         "<script>addEventListener('load', () => { document.body.dataset.wide = [...document.querySelectorAll("
         "'body *')].filter((one) => one.getBoundingClientRect().right > 391 && !one.closest('.scroll'))"
-        ".map((one) => one.tagName).join() })</script></body>"
+        ".map((one) => one.tagName).join(); document.body.dataset.broken = [...document.querySelectorAll('"
+        ".pair > *, td.number, .figures td')].filter((one) => one.matches('td') ? linesOf(one) > 1 : "
+        "Math.abs(middleOf(one) - middleOf(one.parentElement)) > 4).map((one) => one.textContent).join() });"
+        "function linesOf(one) { const all = document.createRange(); all.selectNodeContents(one); return "
+        "all.getClientRects().length; }"
+        "function middleOf(one) { const box = one.getBoundingClientRect(); return box.top + box.height / 2; }"
+        "</script></body>"
     )
     text = page.read_text().replace("</body>", script)
     page = tmp_path / "measured.html"
     page.write_text(text.replace("<body", '<body style="width: 390px; margin: 0"', 1))
-    assert opened(page)["wide"] == ""
+    dom = opened(page)
+    assert dom["wide"] == ""
+    assert dom["broken"] == "", "a label stays beside its control, and a figure beside its unit"
 
 
 def test_pointing_at_a_hop_says_what_it_is(plan: Plan, plan_page: Path) -> None:
@@ -176,6 +184,10 @@ def test_schedules(tmp_path: Path) -> None:
             expected.append(str(working[0].action) if working else "idle")
     assert [row[1].split(":")[0] for row in json.loads(dom["does"])] == expected
     opened(tmp_path / "page.html", "t=0.5&click=critical,theme,forth")
+    assert "<li>paler" not in dom.text
+    two = panel_of(Timeline.simulated("two stages on a rank", simulate("ZBV", 4, 4)))
+    write_timeline_page([two], "Paler bars", tmp_path / "two.html")
+    assert "<li>paler: a later stage of the rank</li>" in opened(tmp_path / "two.html").text
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

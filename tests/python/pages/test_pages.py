@@ -79,7 +79,7 @@ def test_schedules(tmp_path: Path) -> None:
     panels = data_of(page)["panels"]
     assert len(panels) == 10
     assert {panel["unit"] for panel in panels} == {"units"}
-    assert "unit of --forward" in data_of(page)["text"]
+    assert data_of(page)["text"].startswith("Times are in the unit in which those of a forward")
     report = simulate("Eager1F1B", 4, 8, transfer=0.5)
     eager = panels[3]
     assert eager["title"] == f"Eager1F1B: {report.makespan:.6g}"
