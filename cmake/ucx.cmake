@@ -20,7 +20,7 @@ find_file(MESHCAST_UCX_LIBRARY libucp.so.0 HINTS "$ENV{UCX_ROOT}/lib" "${ucx_pac
 if(MESHCAST_UCX_INCLUDE)
   set(MESHCAST_WITH_UCX 1)
   meshcast_glob(ucx_sources csrc/ucx)
-  add_library(meshcast_ucx STATIC ${ucx_sources})
+  add_library(meshcast_ucx OBJECT ${ucx_sources})
   meshcast_unity(meshcast_ucx)
   target_link_libraries(meshcast_ucx PUBLIC meshcast_core ${CMAKE_DL_LIBS})
   target_include_directories(meshcast_ucx SYSTEM PUBLIC "${MESHCAST_UCX_INCLUDE}")
