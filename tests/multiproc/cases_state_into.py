@@ -182,6 +182,9 @@ def what_is_refused(context) -> None:
         assert "a tensor to receive into, found [tensor(...)" in str(error), error
     else:
         raise AssertionError("not refused")
+    model = torch.nn.Linear(3, 4) if mine else None
+    text = "must be a mapping by name, found Linear: pass its state_dict()"
+    raises(kind, text, lambda: meshcast.reshard_state_dict(held, model))
     # Two meshes that share a rank.
     both = {3: quiet_mesh([3, 4]), 4: quiet_mesh([2, 4])}
     raises(

@@ -344,11 +344,12 @@ class Probe:
 
     def _refusal(self, fake: Exception, real: Exception) -> LayoutError:
         values = "its micro-batch" if self.real else "zeros"
-        also = "" if fake is real else f"; on {values} {type(real).__name__}: {real}"
+        shown, real_shown = (str(error).rstrip(".") for error in (fake, real))
+        also = "" if fake is real else f"; on {values} {type(real).__name__}: {real_shown}"
         place = _place_of(fake)
         return LayoutError(
             f"{self.what}: its output shapes could not be inferred ({type(fake).__name__}: "
-            f"{fake}{place}{also}). "
+            f"{shown}{place}{also}). "
             "Correct the module, or, if only fake values are at fault, give output_args= with tensors (meta "
             "device will do) of the local shapes of one micro-batch"
         )

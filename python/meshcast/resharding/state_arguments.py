@@ -268,7 +268,8 @@ def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise LayoutError(f"{name} must be a mapping by name, found {type(value).__name__}")
+        remedy = ": pass its state_dict()" if hasattr(value, "state_dict") else ""
+        raise LayoutError(f"{name} must be a mapping by name, found {type(value).__name__}{remedy}")
     for key in value:
         if not isinstance(key, str):
             raise LayoutError(f"{name} has the key {checks.shown(key)}; names are text")
