@@ -630,6 +630,15 @@ class IpcMeeting:
     @property
     def address(self) -> str: ...
 
+class IpcProof:
+    """Memory and an event of this process that others try to open. Only builds with CUDA have it."""
+
+    def __init__(self, device: int) -> None: ...
+    @property
+    def card(self) -> bytes: ...
+    def check(self, card: bytes, timeout: float) -> str:
+        """Why this process cannot open what another's card names; empty where it can."""
+
 class GpuGroupCore:
     """The GPU side of a private group, over NCCL or CUDA IPC; only builds with CUDA code have it."""
 

@@ -27,6 +27,16 @@ void bind_cuda_group(py::module_& m) {
       .def(py::init<>())
       .def_property_readonly("address", &IpcMeeting::address);
 
+  py::class_<IpcProof, std::shared_ptr<IpcProof>>(m, "IpcProof")
+      .def(py::init(&IpcDevice::prove), py::arg("device"), NoGil())
+      .def_property_readonly("card", [](const IpcProof& self) { return py::bytes(self.card()); })
+      .def(
+          "check",
+          [](IpcProof& self, const std::string& card, double timeout) {
+            return self.check(card, deadline_after(checked_timeout(timeout)));
+          },
+          py::arg("card"), py::arg("timeout"), NoGil());
+
   bind_core<GpuGroupCore>(m, "GpuGroupCore")
       .def(py::init([](std::shared_ptr<TensorGroup> control, const c10::intrusive_ptr<c10d::Store>& store,
                        std::vector<int32_t> ranks, int32_t rank, std::string name, int device) {

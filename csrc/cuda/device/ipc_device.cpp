@@ -203,6 +203,16 @@ std::shared_ptr<IpcDevice> IpcDevice::connect(IpcMeeting& meeting, const std::ve
   return out;
 }
 
+std::shared_ptr<IpcProof> IpcDevice::prove(int device) {
+  struct Proof {
+    explicit Proof(int number) : device(new IpcDevice(number)), proof(device->driver_, *device) {}
+    const std::unique_ptr<IpcDevice> device;
+    IpcProof proof;
+  };
+  const auto out = std::make_shared<Proof>(device);
+  return {out, &out->proof};
+}
+
 IpcDevice::~IpcDevice() { groups_.reset(); }
 
 void IpcDevice::close() noexcept { groups_->close(); }

@@ -8,6 +8,7 @@
 
 #include "cuda/device/cuda_device.h"
 #include "ipc/ipc_exchange.h"
+#include "ipc/ipc_proof.h"
 #include "rounds/round_table.h"
 
 namespace meshcast {
@@ -44,6 +45,8 @@ class IpcDevice final : public CudaDevice {
   static std::shared_ptr<IpcDevice> connect(IpcMeeting& meeting, const std::vector<std::string>& addresses,
                                             int32_t rank, int device, TimePoint deadline,
                                             const std::function<void()>& checkpoint);
+  // Of GPU `device` alone. Throws Error.
+  static std::shared_ptr<IpcProof> prove(int device);
   ~IpcDevice() override;
 
   void close() noexcept override;
@@ -62,7 +65,7 @@ class IpcDevice final : public CudaDevice {
   explicit IpcDevice(int device) : CudaDevice(device), driver_(device) {}
 
   CudaIpcDriver driver_;
-  std::unique_ptr<IpcExchange> groups_;
+  std::unique_ptr<IpcExchange> groups_;  // null where the device is only that of a proof
 };
 
 // How plans are cut into rounds for it: fewer and larger ones than for NCCL, since the hosts of all ranks of a

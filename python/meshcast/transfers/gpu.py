@@ -37,6 +37,7 @@ __all__ = [
     "connect_lanes",
     "gpu_of",
     "own_offer",
+    "own_proof",
 ]
 
 
@@ -121,6 +122,10 @@ def _reachable(device: int) -> tuple[str, ...]:
 
 
 _OP = "connect"
+_PROOF_SECONDS = 10.0  # ranks that share a GPU take turns on it
+_NAMESPACES = (
+    "containers of one host need one IPC and one PID namespace for it (docker run --ipc=host --pid=host)"
+)
 _SHARING = (2, 30, 3)  # the first NCCL that can serve several ranks on one GPU
 
 
@@ -271,6 +276,19 @@ class _Part(NamedTuple):
     ids: tuple[bytes, ...]
 
 
+class _Proof(NamedTuple):
+    """The card of a rank, for others to try. problem: why it has none."""
+
+    card: bytes
+    problem: str = ""
+
+
+class _Tried(NamedTuple):
+    """Why a rank cannot open what another has shown; empty where it can open all of it."""
+
+    problem: str = ""
+
+
 class _Addresses(NamedTuple):
     """The sockets at which a rank awaits the others, by lane."""
 
@@ -304,13 +322,13 @@ def connect_lanes(
             ids = [_C.nccl_unique_id() for _ in missing]
         except MeshcastError as error:
             offer = replace(offer, no_nccl=str(error))
-    try:
-        gathered = _gather(group, control, topic, _Part(offer, tuple(ids)), deadline)
-    except MeshcastError as error:
-        control.abort(str(error))  # the ranks no longer count calls the same way
-        raise
-    transport = choose_transport({rank: said.offer for rank, said in gathered.items()}, group.rank)
+    gathered = _gather(group, control, topic, _Part(offer, tuple(ids)), deadline)
+    offers = {rank: said.offer for rank, said in gathered.items()}
+    transport = choose_transport(offers, group.rank)
     if gpu is None:
+        if transport == CUDA_IPC:
+            offers = _tried(group, control, offers, f"{topic}/proof", deadline)
+            transport = choose_transport(offers, group.rank)
         core = _C.GpuGroupCore(
             control, group.control, list(group.ranks), group.rank, group.name, place.device
         )
@@ -335,6 +353,49 @@ def connect_lanes(
     )
 
 
+def _tried(
+    group: PrivateGroup,
+    control: _C.GroupCore,
+    offers: Mapping[int, GpuOffer],
+    topic: str,
+    deadline: float,
+) -> dict[int, GpuOffer]:
+    """The offers after every rank has tried to open memory and an event of every other. A driver exports both
+    in any container, but opens only what belongs to its own namespaces."""
+    proof, mine = own_proof(offers[group.rank].device)
+    shown = _gather(group, control, topic, mine, deadline)
+    problem = mine.problem
+    for rank, (card, theirs) in sorted(shown.items()):
+        if problem or theirs or rank == group.rank:
+            continue
+        found = proof.check(card, min(max(deadline - time.monotonic(), 1e-3), _PROOF_SECONDS))
+        if found:
+            problem = f"the GPU memory of rank {rank} cannot be opened: {found}; {_NAMESPACES}"
+    # Each keeps its proof until all have tried it.
+    verdicts = _gather(group, control, f"{topic}/found", _Tried(problem), deadline)
+    changed = {
+        rank: replace(offers[rank], no_ipc=said.problem) for rank, said in verdicts.items() if said.problem
+    }
+    for rank, offer in sorted(changed.items())[:1]:
+        log.warning(
+            "rank %d: CUDA IPC cannot connect the GPUs of ranks %s: on rank %d, %s",
+            group.rank,
+            group.name,
+            rank,
+            offer.no_ipc,
+        )
+    return {**offers, **changed}
+
+
+def own_proof(device: int) -> tuple[Any, _Proof]:
+    """Memory of GPU `device` that other processes can try to open, and its card."""
+    try:
+        proof = _C.IpcProof(device)
+        return proof, _Proof(proof.card)
+    except Exception as error:  # of CUDA; the other ranks must learn of it
+        return None, _Proof(b"", str(error))
+
+
 def _connect_ipc(
     group: PrivateGroup,
     control: _C.GroupCore,
@@ -354,7 +415,7 @@ def _connect_ipc(
 
 
 def _gather(group: PrivateGroup, control: _C.GroupCore, topic: str, mine: T, deadline: float) -> dict[int, T]:
-    """Posts what this rank says, and returns what all of them said."""
+    """Posts what this rank says, and returns what all said. Ends the group where a rank is missing."""
 
     def check() -> None:
         cause = control.error() or group.posted_cause()
@@ -366,8 +427,12 @@ def _gather(group: PrivateGroup, control: _C.GroupCore, topic: str, mine: T, dea
         f"rank {group.rank}: ranks {{missing}} did not come to connect their GPUs within {{elapsed}} s "
         "(stuck elsewhere, or dead)"
     )
-    group.conversation.say(topic, pack(mine))
-    said = group.conversation.hear(topic, group.ranks, deadline, late, "connect", "connect", check)
+    try:
+        group.conversation.say(topic, pack(mine))
+        said = group.conversation.hear(topic, group.ranks, deadline, late, "connect", "connect", check)
+    except MeshcastError as error:
+        control.abort(str(error))  # the ranks no longer count calls the same way
+        raise
     return {rank: unpack(type(mine), text) for rank, text in said.items()}
 
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -51,8 +52,10 @@ struct FakeHost {
   uint64_t ids = 0;
   std::map<int32_t, IpcMappings> mappings;  // of each rank, whatever its lanes
   int64_t opened = 0;
-  int64_t already = 0;  // times that memory could not be mapped, since what lay there before was
-  int64_t bounced = 0;  // copies out of what cannot be exported
+  int64_t already = 0;       // times that memory could not be mapped, since what lay there before was
+  int64_t bounced = 0;       // copies out of what cannot be exported
+  bool apart = false;        // ranks are in namespaces of their own: CUDA opens no events of others, and
+  bool memory_apart = true;  // no memory either
   // A mutation of the protocol, which tests must see: waits for such an event of a peer are not enqueued.
   enum class Lost : uint8_t { None, Ready, Copied } lost = Lost::None;
 
@@ -89,6 +92,7 @@ class FakeIpcDriver final : public IpcDriver {
   }
   std::byte* open_memory(const IpcHandle& handle) override {
     const std::lock_guard lock(host_.mutex);
+    if (host_.apart && host_.memory_apart) refuse();
     const uint64_t id = value_of_handle(handle);
     const auto [base, nbytes, owner] = host_.exported.at(id);
     for (const auto& [which, count] : host_.as) {
@@ -138,6 +142,7 @@ class FakeIpcDriver final : public IpcDriver {
     return event;
   }
   Event open_event(const IpcHandle& handle) override {
+    if (host_.apart) refuse();
     const Event event = value_of_handle(handle);
     if (++opened_events_ % 2 == 0) copied_.insert(event);  // of each peer: `ready` first, then `copied`
     return event;
@@ -193,6 +198,9 @@ class FakeIpcDriver final : public IpcDriver {
     IpcHandle out{};
     std::memcpy(out.data(), &value, sizeof value);
     return out;
+  }
+  [[noreturn]] static void refuse() {
+    throw Error(ErrorKind::Generic, "CUDA opens nothing of another namespace");
   }
   static uint64_t value_of_handle(const IpcHandle& handle) {
     uint64_t value = 0;
@@ -253,12 +261,16 @@ class FakeIpcDeviceOf final : public RoundDevice {
     return groups->recv(data, nbytes, peer);
   }
   GroupOutcome group_end() override { return groups->end(); }
-  GroupOutcome async_error() override { return groups->progress(); }
+  GroupOutcome async_error() override {
+    ++looks;
+    return groups->progress();
+  }
   void abort() noexcept override { groups->abort(); }
 
   Driver driver;
   std::unique_ptr<IpcExchange> groups;
   int64_t started = 0;
+  std::atomic<int64_t> looks = 0;  // for the hosts of its peers
 
  private:
   FakeDevice& fake() { return driver.device(); }
