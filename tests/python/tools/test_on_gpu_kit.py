@@ -160,6 +160,20 @@ def test_a_refusal_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert run(step, tmp_path, monkeypatch)[0]["not_run"] == ["needs a GPU"]
 
 
+def test_a_call_that_waited_is_distinguished_from_processes_that_take_turns() -> None:
+    """Whatever the GPU's pace: bounds are ratios to copies of the same run."""
+    sys.path.append(str(ROOT / "tests" / "cuda"))
+    pace = tool("pace")
+
+    def paces(slow: float, busy: bool, calls: float, copies: float) -> list[Any]:
+        return [pace.Pace(0.1 * slow, 0.02 * slow, calls * slow, copies * slow, of) for of in (busy, None)]
+
+    for slow in (1.0, 300.0):
+        assert pace.waited(paces(slow, True, 0.1, 0.02)) == ""
+        assert pace.waited(paces(slow, False, 9.0, 1.2)) == "turns"
+        assert pace.waited([paces(slow, False, 9.0, 1.2)[0], paces(slow, False, 2.5, 0.021)[1]]) == "a fault"
+
+
 def results(dry: bool = False) -> dict[str, Any]:
     step = {"name": "ipc", "passed": 38, "failed": 1, "skipped": 0, "not_run": ["one | two"], "seconds": 41.0}
     machine = {"gpu": "NVIDIA H100", "driver": "580.159.04"}
