@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import meshcast
@@ -196,11 +197,14 @@ class Recorder:
         self.address = f"address {arguments}" if arguments else f"socket {id(self)} of {dist.get_rank()}"
         self.calls: list[tuple] = []
 
-    def connect(self, lane: int, unique_id: bytes, limit: float) -> None:
+    def connect(self, lane: int, unique_id: bytes, staging: int, limit: float) -> None:
         assert 0 < limit <= GROUP_TIMEOUT
-        self.calls.append((lane, len(unique_id)))
+        self.calls.append((lane, len(unique_id), staging))
 
-    def connect_ipc(self, lane: int, meeting: Recorder, addresses: list[str], limit: float) -> None:
+    def connect_ipc(
+        self, lane: int, meeting: Recorder, addresses: list[str], staging: int, limit: float
+    ) -> None:
+        assert staging == 64 << 20, "an eighth of 512 MiB, since nothing is said to be free"
         assert 0 < limit <= GROUP_TIMEOUT, "what is left of the call's own limit, in seconds"
         self.calls.append((lane, meeting.address, addresses))
 
@@ -234,8 +238,11 @@ def built_with_cuda(core: type = Recorder, proof: type = Proof) -> Iterator[None
         mock.patch.object(gpu_module._C, "GpuGroupCore", core, create=True),
         mock.patch.object(gpu_module._C, "IpcMeeting", core, create=True),
         mock.patch.object(gpu_module._C, "IpcProof", proof, create=True),
+        mock.patch.object(gpu_module._C, "cuda_staging", return_value={"limit": 0}, create=True),
+        mock.patch.object(gpu_module._C, "limit_cuda_staging", create=True) as limited,
     ):
         yield
+    assert all(call.args == (0, 512 << 20) for call in limited.mock_calls), limited.mock_calls
 
 
 class Foreign(Proof):
@@ -256,7 +263,10 @@ def ranks_of_two_containers_use_nccl(context) -> None:
     with gpus_that_say("GPU-a", nccl="2.31.0", may_share=True), built_with_cuda(proof=Foreign):
         for ordinal in (7008, 7009):
             assert connect(ordinal, Place(), GROUP_TIMEOUT, "containers") is None
-        assert transports(context, "containers") == [("nccl", [(0, 128), (1, 128)])] * context.world
+        assert (
+            transports(context, "containers")
+            == [("nccl", [(0, 128, 64 << 20), (1, 128, 64 << 20)])] * context.world
+        )
     reshard_still_works(context.rank, 11)
 
 
@@ -308,8 +318,8 @@ def a_rank_that_cannot_connect_ends_the_group(context) -> None:
     """For the others, which may have connected: they would wait for it in their first transfer."""
 
     class Lost(Recorder):
-        def connect_ipc(self, lane: int, meeting: Recorder, addresses: list[str], limit: float) -> None:
-            super().connect_ipc(lane, meeting, addresses, limit)
+        def connect_ipc(self, lane: int, *others: Any) -> None:
+            super().connect_ipc(lane, *others)
             if context.rank == 1 and lane == 1:
                 raise MeshcastError("rank 1: its socket is gone")
 

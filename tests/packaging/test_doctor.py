@@ -91,6 +91,7 @@ def test_what_is_wrong_with_a_variable(
 # Values that calls pass over or refuse.
 NONSENSE = {
     "MESHCAST_BROADCAST_BYTES": "many",
+    "MESHCAST_CUDA_STAGING_MB": "plenty",
     "MESHCAST_CUDA_TRANSPORT": "carrier pigeon",
     "MESHCAST_FLIGHT_RECORD": "/dev/null/no folder/job",
     "MESHCAST_HOST_ID": "\u2603 \n",

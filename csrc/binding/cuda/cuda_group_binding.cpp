@@ -1,3 +1,4 @@
+#include <map>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -22,6 +23,19 @@ void bind_cuda_group(py::module_& m) {
   m.def("nccl_unique_id", [] { return py::bytes(nccl_unique_id()); });
 
   m.def("cuda_ipc_obstacle", &cuda_ipc_obstacle, py::arg("device"), NoGil());
+
+  m.def(
+      "limit_cuda_staging", [](int device, int64_t nbytes) { ipc_staging(device).limit_to(nbytes); },
+      py::arg("device"), py::arg("nbytes"));
+  m.def(
+      "cuda_staging",
+      [](int device) {
+        const StagingPool::Figures found = ipc_staging(device).figures();
+        return std::map<std::string, int64_t>{
+            {"limit", found.limit}, {"in_use", found.in_use},           {"spare", found.spare},
+            {"peak", found.peak},   {"allocations", found.allocations}, {"returned", found.returned}};
+      },
+      py::arg("device"));
 
   py::class_<IpcMeeting, std::shared_ptr<IpcMeeting>>(m, "IpcMeeting")
       .def(py::init<>())
@@ -48,16 +62,18 @@ void bind_cuda_group(py::module_& m) {
            py::arg("device"))
       .def(
           "connect",
-          [](GpuGroupCore& self, int32_t lane, const std::string& unique_id, double timeout) {
-            self.connect(lane, unique_id, checked_timeout(timeout));
+          [](GpuGroupCore& self, int32_t lane, const std::string& unique_id, int64_t staging, double timeout) {
+            self.connect(lane, unique_id, staging, checked_timeout(timeout));
           },
-          py::arg("lane"), py::arg("unique_id"), py::arg("timeout"), NoGil())
+          py::arg("lane"), py::arg("unique_id"), py::arg("staging"), py::arg("timeout"), NoGil())
       .def(
           "connect_ipc",
           [](GpuGroupCore& self, int32_t lane, const std::shared_ptr<IpcMeeting>& meeting,
-             const std::vector<std::string>& addresses,
-             double timeout) { self.connect_ipc(lane, *meeting, addresses, checked_timeout(timeout)); },
-          py::arg("lane"), py::arg("meeting"), py::arg("addresses"), py::arg("timeout"), NoGil())
+             const std::vector<std::string>& addresses, int64_t staging, double timeout) {
+            self.connect_ipc(lane, *meeting, addresses, staging, checked_timeout(timeout));
+          },
+          py::arg("lane"), py::arg("meeting"), py::arg("addresses"), py::arg("staging"), py::arg("timeout"),
+          NoGil())
       .def(
           "start",
           [](GpuGroupCore& self, const AgreedPlan& agreed, int64_t ordinal, bool reverse, OptionalTensors src,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
@@ -38,6 +39,8 @@ __all__ = [
     "gpu_of",
     "own_offer",
     "own_proof",
+    "staging",
+    "staging_of",
 ]
 
 
@@ -57,8 +60,9 @@ SHARING_SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"
 class GpuOffer:
     """One rank's GPU. device: its index in that process; uuid: of the GPU itself; nccl: version, "2.28.9";
     may_share: NCCL is set to let ranks share a GPU; wants: the transport asked for, "auto", "nccl" or
-    "cuda_ipc"; reaches: uuids of the other GPUs whose memory it can read. no_nccl, no_ipc: why it cannot use
-    that transport. obstacle: why this rank cannot take part at all, the rest is then empty."""
+    "cuda_ipc"; reaches: uuids of the other GPUs whose memory it can read; free, staging: bytes of its memory
+    that are free, and that its process may use as staging (0: a part of the former). no_nccl, no_ipc: why it
+    cannot use that transport. obstacle: why this rank cannot take part at all, the rest is then empty."""
 
     host: str = ""
     device: int = -1
@@ -68,6 +72,8 @@ class GpuOffer:
     may_share: bool = False
     wants: str = AUTO
     reaches: tuple[str, ...] = ()
+    free: int = 0
+    staging: int = 0
     no_nccl: str = ""
     no_ipc: str = ""
     obstacle: str = ""
@@ -96,6 +102,8 @@ def own_offer(device: int) -> GpuOffer:
             may_share=os.environ.get(SHARING_SWITCH) == "1",
             wants=wanted,
             reaches=_reachable(device),
+            free=torch.cuda.mem_get_info(device)[0],
+            staging=settings.CUDA_STAGING_MB.integer() << 20,
             no_nccl=no_nccl,
             no_ipc="" if wanted == NCCL else _C.cuda_ipc_obstacle(device),  # it takes memory of the GPU
         )
@@ -159,6 +167,34 @@ def choose_transport(offers: Mapping[int, GpuOffer], rank: int) -> str:
         return CUDA_IPC
     _refuse_nccl(offers, rank, "" if obstacle is None else obstacle[1])
     return NCCL
+
+
+# Of a lane at most, and at least; of a process at least: bytes.
+_LANE_STAGING, _LEAST_LANE_STAGING, _LEAST_STAGING = 256 << 20, 8 << 20, 512 << 20
+_LANES = 8  # that find room at a time
+
+
+def staging_of(offers: Mapping[int, GpuOffer]) -> tuple[int, dict[int, int]]:
+    """Bytes of staging: the goal for each lane, by which all ranks cut plans into rounds, and the limit of
+    each rank. A process that names none may use a quarter of what is free on its GPU, which it shares with
+    the other ranks there."""
+    sharing = Counter((offer.host, offer.uuid) for offer in offers.values())
+    limits = {
+        rank: offer.staging or max(offer.free // 4 // sharing[offer.host, offer.uuid], _LEAST_STAGING)
+        for rank, offer in offers.items()
+    }
+    goal = min(limits.values()) // _LANES
+    return min(max(goal, _LEAST_LANE_STAGING), _LANE_STAGING), limits
+
+
+def staging(device: int | None = None) -> dict[str, int]:
+    """Figures of this process's staging for CUDA IPC on a GPU, by default the current one; that of NCCL is in
+    `torch.cuda.memory_stats`.
+
+    In bytes: `limit`, `in_use`, `spare` (which serves the next call, or returns to the GPU) and `peak` (of
+    `in_use`). Counts: `allocations` of the GPU, and blocks that were `returned` to it.
+    """
+    return dict(_C.cuda_staging(torch.cuda.current_device() if device is None else device))
 
 
 def _ipc_obstacle(offers: Mapping[int, GpuOffer]) -> tuple[int, str] | None:
@@ -235,10 +271,11 @@ _KEY = "gpu"  # among what is attached to a group
 class CudaLanes:
     """The communicators of a group by lane, all on GPU `device` of this process. Only commands touch them."""
 
-    def __init__(self, core: Any, device: int, transport: str) -> None:
+    def __init__(self, core: Any, device: int, transport: str, staging_bytes: int) -> None:
         self.core = core
         self.device = device
         self.transport = transport  # "nccl" or "cuda_ipc": all lanes have one
+        self.staging_bytes = staging_bytes  # goal for each lane
         self.lanes: set[int] = set()
 
     def abort(self, reason: str) -> None:
@@ -332,12 +369,15 @@ def connect_lanes(
         core = _C.GpuGroupCore(
             control, group.control, list(group.ranks), group.rank, group.name, place.device
         )
-        gpu = CudaLanes(core, place.device, transport)
+        goal, limits = staging_of(offers)
+        if offers[group.rank].staging or not _C.cuda_staging(place.device)["limit"]:
+            _C.limit_cuda_staging(place.device, limits[group.rank])
+        gpu = CudaLanes(core, place.device, transport, goal)
         attach_gpu(group, gpu)
     try:
         if gpu.transport == NCCL:
             for lane, unique in zip(missing, gathered[group.ranks[0]].ids, strict=True):
-                gpu.core.connect(lane, unique, max(deadline - time.monotonic(), 1e-3))
+                gpu.core.connect(lane, unique, gpu.staging_bytes, max(deadline - time.monotonic(), 1e-3))
                 gpu.lanes.add(lane)
         else:
             _connect_ipc(group, control, gpu, missing, f"{topic}/{CUDA_IPC}", deadline)
@@ -410,7 +450,8 @@ def _connect_ipc(
     gathered = _gather(group, control, topic, addresses, deadline)
     for number, (lane, meeting) in enumerate(zip(lanes, meetings, strict=True)):
         of_lane = [gathered[rank].of_lanes[number] for rank in group.ranks]
-        gpu.core.connect_ipc(lane, meeting, of_lane, max(deadline - time.monotonic(), 1e-3))
+        left = max(deadline - time.monotonic(), 1e-3)
+        gpu.core.connect_ipc(lane, meeting, of_lane, gpu.staging_bytes, left)
         gpu.lanes.add(lane)
 
 

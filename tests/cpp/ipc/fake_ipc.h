@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "ipc/ipc_exchange.h"
+#include "ipc/staging_pool.h"
 #include "rounds/device.h"
 #include "rounds/fake_device.h"
 #include "rounds/world.h"
@@ -51,6 +52,8 @@ struct FakeHost {
   std::set<RoundDevice::Event> dropped;            // events that their rank has freed, by the numbers of others
   uint64_t ids = 0;
   std::map<int32_t, IpcMappings> mappings;  // of each rank, whatever its lanes
+  std::map<int32_t, std::unique_ptr<StagingPool>> staging;
+  std::map<std::byte*, std::unique_ptr<std::byte[]>> pool_memory;  // what the pools have of the GPU
   int64_t opened = 0;
   int64_t already = 0;       // times that memory could not be mapped, since what lay there before was
   int64_t bounced = 0;       // copies out of what cannot be exported
@@ -66,6 +69,23 @@ struct FakeHost {
   void free(std::byte* base) {
     const std::lock_guard lock(mutex);
     allocations.erase(base);
+  }
+  StagingPool::Memory pooled() {
+    return {[this](int64_t nbytes) {
+              auto memory = std::make_unique<std::byte[]>(static_cast<size_t>(nbytes));
+              std::byte* const out = memory.get();
+              allocate(out, nbytes, true);
+              const std::lock_guard lock(mutex);
+              pool_memory[out] = std::move(memory);
+              return out;
+            },
+            [this](std::byte* base) {
+              const std::lock_guard lock(mutex);
+              for (const auto& [where, count] : mapped)
+                if (where.second == base && count > 0) cluster.mistakes.emplace_back("mapped memory was freed");
+              allocations.erase(base);
+              pool_memory.erase(base);
+            }};
   }
 };
 
@@ -120,6 +140,12 @@ class FakeIpcDriver final : public IpcDriver {
   IpcMappings& mappings() override {
     const std::lock_guard lock(host_.mutex);
     return host_.mappings[rank_];
+  }
+  StagingPool& staging() override {
+    const std::lock_guard lock(host_.mutex);
+    auto& pool = host_.staging[rank_];
+    if (!pool) pool = std::make_unique<StagingPool>(host_.pooled());
+    return *pool;
   }
   // What is let go of, the next who asks may have: it is spoilt at once.
   std::shared_ptr<std::byte> allocate_exportable(int64_t nbytes) override {
@@ -243,6 +269,8 @@ class FakeIpcDeviceOf final : public RoundDevice {
     return locked([&] { return driver.reached(event); });
   }
   std::shared_ptr<std::byte> allocate(int64_t nbytes) override { return driver.allocate_exportable(nbytes); }
+  void retire(const std::byte* staging) override { groups->retire(staging); }
+  bool rest() override { return groups->rest(); }
   void move_boxes(Stream stream, std::span<const BoxMove> boxes) override {
     locked([&] { fake().move_boxes(stream, boxes); });
   }

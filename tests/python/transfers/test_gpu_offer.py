@@ -17,6 +17,7 @@ from meshcast.transfers.gpu import (
     GpuOffer,
     choose_transport,
     own_offer,
+    staging_of,
 )
 from meshcast.transfers.medium import device_types_of, gpu_obstacle, require_gpu
 
@@ -91,6 +92,28 @@ def test_an_offer_survives_the_store() -> None:
         GpuOffer(obstacle='a "quoted"\nreason'),
     ):
         assert unpack(GpuOffer, pack(each)) == each
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("free", "asked", "goal", "limit"),
+    [
+        (128 * GIB, 0, 256 << 20, 8 * GIB),  # four ranks share a quarter
+        (8 * GIB, 0, 64 << 20, GIB // 2),  # each has what a rank needs at least
+        (128 * GIB, 1 << 30, 128 << 20, GIB),
+        (128 * GIB, 16 << 20, 8 << 20, 16 << 20),
+    ],
+)
+def test_staging_is_bounded_for_all_lanes_of_a_process(free: int, asked: int, goal: int, limit: int) -> None:
+    ranks = {i: offer(0, free=free, staging=asked) for i in range(4)}
+    assert staging_of(ranks) == (goal, dict.fromkeys(range(4), limit))
+
+
+def test_plans_are_cut_for_the_rank_with_the_least_staging() -> None:
+    ranks = {0: offer(0, free=80 * GIB), 1: offer(1, free=80 * GIB, staging=512 << 20)}
+    assert staging_of(ranks) == (64 << 20, {0: 20 * GIB, 1: 512 << 20})
 
 
 def one_host(count: int = 4, **changes: object) -> dict[int, GpuOffer]:
@@ -217,11 +240,14 @@ def test_cuda_ipc_is_not_tried_where_nccl_is_asked_for(
     monkeypatch.setenv("MESHCAST_CUDA_TRANSPORT", wish)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="U", name="N"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (3 << 30, 4 << 30))
+    monkeypatch.setenv("MESHCAST_CUDA_STAGING_MB", "96")
     monkeypatch.setattr("meshcast._C.nccl_version", lambda: "2.28.9", raising=False)
     monkeypatch.setattr("meshcast._C.cuda_ipc_obstacle", lambda i: asked.append(i) or "no", raising=False)
     found = own_offer(0)
     assert (found.obstacle, found.wants, found.no_ipc) == ("", wish, "no" if looks else "")
     assert asked == [0] * looks
+    assert (found.free, found.staging) == (3 << 30, 96 << 20)
 
 
 def test_a_gpu_that_does_not_exist_becomes_an_obstacle() -> None:
