@@ -197,9 +197,10 @@ class Recorder:
         self.address = f"address {arguments}" if arguments else f"socket {id(self)} of {dist.get_rank()}"
         self.calls: list[tuple] = []
 
-    def connect(self, lane: int, unique_id: bytes, staging: int, limit: float) -> None:
+    def connect(self, lane: int, unique_id: bytes, *others: Any) -> None:
+        *options, limit = others
         assert 0 < limit <= GROUP_TIMEOUT
-        self.calls.append((lane, len(unique_id), staging))
+        self.calls.append((lane, len(unique_id), *options))
 
     def connect_ipc(
         self, lane: int, meeting: Recorder, addresses: list[str], staging: int, limit: float
@@ -260,13 +261,15 @@ def transports(context, name: str) -> list:
 def ranks_of_two_containers_use_nccl(context) -> None:
     """A GPU of its own each, or a NCCL that lets them share: whoever finds that it cannot open the others'
     memory, all leave CUDA IPC before they need it."""
-    with gpus_that_say("GPU-a", nccl="2.31.0", may_share=True), built_with_cuda(proof=Foreign):
+    more = {"nccl": "2.31.0", "may_share": True, "blocks": 36, "link_rate": 300 + context.rank}
+    with gpus_that_say("GPU-a", **more), built_with_cuda(proof=Foreign):
         for ordinal in (7008, 7009):
             assert connect(ordinal, Place(), GROUP_TIMEOUT, "containers") is None
-        assert (
-            transports(context, "containers")
-            == [("nccl", [(0, 128, 64 << 20), (1, 128, 64 << 20)])] * context.world
-        )
+        calls = [
+            (0, 128, 16, 64 << 20, 300),
+            (1, 128, 8, 64 << 20, 300),
+        ]  # for the rank with the slowest link
+        assert transports(context, "containers") == [("nccl", calls)] * context.world
     reshard_still_works(context.rank, 11)
 
 

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <string>
@@ -8,6 +9,7 @@
 #include "binding/bind.h"
 #include "binding/core_binding.h"
 #include "c10d/c10d_store.h"
+#include "cuda/device/nccl_device.h"
 #include "cuda/device/nccl_library.h"
 #include "cuda/group/gpu_group_core.h"
 
@@ -22,6 +24,7 @@ void bind_cuda_group(py::module_& m) {
   m.def("nccl_version", [] { return nccl_version_text(NcclLibrary::get().version()); });
   m.def("nccl_unique_id", [] { return py::bytes(nccl_unique_id()); });
 
+  m.def("nccl_blocks_left", &nccl_blocks_left, py::arg("device"), NoGil());
   m.def("cuda_ipc_obstacle", &cuda_ipc_obstacle, py::arg("device"), NoGil());
 
   m.def(
@@ -62,10 +65,15 @@ void bind_cuda_group(py::module_& m) {
            py::arg("device"))
       .def(
           "connect",
-          [](GpuGroupCore& self, int32_t lane, const std::string& unique_id, int64_t staging, double timeout) {
-            self.connect(lane, unique_id, staging, checked_timeout(timeout));
+          [](GpuGroupCore& self, int32_t lane, const std::string& unique_id, int blocks, int64_t staging,
+             int64_t link_rate, double timeout) {
+            RoundOptions options;
+            options.staging_bytes = std::min(options.staging_bytes, staging);
+            options.link_rate = link_rate;
+            self.connect(lane, unique_id, blocks, options, checked_timeout(timeout));
           },
-          py::arg("lane"), py::arg("unique_id"), py::arg("staging"), py::arg("timeout"), NoGil())
+          py::arg("lane"), py::arg("unique_id"), py::arg("blocks"), py::arg("staging"), py::arg("link_rate"),
+          py::arg("timeout"), NoGil())
       .def(
           "connect_ipc",
           [](GpuGroupCore& self, int32_t lane, const std::shared_ptr<IpcMeeting>& meeting,

@@ -212,14 +212,16 @@ void RoundEngine::poll(TimePoint now) {
 bool RoundEngine::rest(TimePoint now) {
   const std::lock_guard lock(mutex_);
   if (!runs_.empty() || error_) return false;
+  const auto idle = now - idle_since_;
   if (!rested_) {
-    if (now - idle_since_ < kStagingRest) return true;
+    if (idle < kStagingRest) return true;
     device_->retire(staging_.get());
     staging_.reset();
     staging_bytes_ = 0;
     rested_ = true;
   }
-  return device_->rest();
+  const bool more = device_->rest();
+  return more || idle < 2 * kStagingRest;  // peers whose last run ended later give theirs back later
 }
 
 void RoundEngine::fail(std::exception_ptr error) {

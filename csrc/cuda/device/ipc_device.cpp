@@ -10,26 +10,13 @@
 #include <cuda.h>
 
 #include "cuda/device/cuda_call.h"
+#include "cuda/kernels/driver_function.h"
 
 namespace meshcast {
 namespace {
 
 static_assert(sizeof(cudaIpcMemHandle_t) == sizeof(IpcHandle) &&
               sizeof(cudaIpcEventHandle_t) == sizeof(IpcHandle));
-
-// The driver's function, asked for at run time: the import works where there is no driver.
-decltype(&cuPointerGetAttributes) pointer_attributes() {
-  static const auto found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuPointerGetAttributes", &function, 12000,
-                                                                cudaEnableDefault, &result);
-    let_go(status);
-    if (status != cudaSuccess || result != cudaDriverEntryPointSuccess) function = nullptr;
-    return reinterpret_cast<decltype(&cuPointerGetAttributes)>(function);
-  }();
-  return found;
-}
 
 }  // namespace
 
@@ -84,7 +71,8 @@ std::shared_ptr<std::byte> CudaIpcDriver::allocate_exportable(int64_t nbytes) {
 
 // Segments that torch expands, and memory of cudaMallocAsync, answer that they are not capable.
 std::optional<IpcRange> CudaIpcDriver::exportable(const std::byte* data) {
-  const auto ask = pointer_attributes();
+  static const auto ask =
+      cuda::driver_function<decltype(&cuPointerGetAttributes)>("cuPointerGetAttributes", 12000);
   if (ask == nullptr)
     throw Error(ErrorKind::Generic,
                 "the CUDA driver does not report which memory other processes can map: install "
@@ -228,9 +216,7 @@ void IpcDevice::abort() noexcept { groups_->abort(); }
 
 RoundOptions ipc_round_options(int64_t staging_bytes) {
   RoundOptions out;
-  // In the time of the plan, which counts with 10 GB/s inside a host by default: there a meeting of some 20 us
-  // is as long as what a GPU copies at a hundred times that rate.
-  out.group_ns = 2'000'000;
+  out.link_rate = 1'000'000'000'000;  // of copies inside a GPU
   // A sixth of it in one round and direction, also of messages that need no staging: of 256 MiB, 43, which a
   // GPU copies in about the time of a meeting.
   out.staging_bytes = staging_bytes;

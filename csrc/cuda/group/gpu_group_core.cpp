@@ -89,16 +89,15 @@ GpuGroupCore::GpuGroupCore(std::shared_ptr<GroupCore> control, const std::shared
 
 GpuGroupCore::~GpuGroupCore() { shutdown(); }
 
-void GpuGroupCore::connect(int32_t lane, const std::string& unique_id, int64_t staging_bytes,
+void GpuGroupCore::connect(int32_t lane, const std::string& unique_id, int blocks, const RoundOptions& options,
                            double timeout_seconds) {
   NcclMeeting meeting;
   if (unique_id.size() != sizeof(meeting.id.internal))
     throw LayoutError(fmt::format("the id of a communicator has {} bytes, found {}",
                                   sizeof(meeting.id.internal), unique_id.size()));
   std::memcpy(meeting.id.internal, unique_id.data(), unique_id.size());
+  meeting.blocks = blocks;
   meeting.ranks = static_cast<int>(identity_.ranks.size());
-  RoundOptions options;
-  options.staging_bytes = std::min(options.staging_bytes, staging_bytes);
   add_lane(lane, timeout_seconds, options, [&](int32_t rank, TimePoint deadline, const auto& checkpoint) {
     meeting.rank = rank;
     return NcclDevice::connect(meeting, device_, deadline, checkpoint);
@@ -288,12 +287,15 @@ void GpuGroupCore::poll_loop() {
 }
 
 GpuGroupCore::Next GpuGroupCore::poll_once() {
+  const TimePoint now = Clock::now();
+  const bool looks = now - last_rest_ >= kRest;  // it asks the sockets of all peers
+  if (looks) last_rest_ = now;
   bool more = false;
-  bool rests = false;
+  bool rests = !looks;
   for (const auto& engine : engines()) {
     engine->poll(Clock::now());
     more = more || !engine->idle();
-    rests = engine->rest(Clock::now()) || rests;
+    if (looks) rests = engine->rest(now) || rests;
   }
   if (more) return Next::Soon;
   if (rests) return Next::Rest;

@@ -43,9 +43,10 @@ class GpuGroupCore final : public GroupBase {
   ~GpuGroupCore() override;
 
   // Makes the communicator of a lane together with all ranks of the group, which call this in one order with
-  // one `unique_id` and one goal for the bytes of staging that its plans need. Blocks. Throws DeadlineExceeded,
-  // Aborted with the first cause, or an error of NCCL.
-  void connect(int32_t lane, const std::string& unique_id, int64_t staging_bytes, double timeout_seconds);
+  // one `unique_id`, `blocks` of NcclMeeting and `options` of its rounds. Blocks.
+  // Throws DeadlineExceeded, Aborted with the first cause, or an error of NCCL.
+  void connect(int32_t lane, const std::string& unique_id, int blocks, const RoundOptions& options,
+               double timeout_seconds);
 
   // The same over CUDA IPC, for ranks that are all on this host. `addresses`: of all ranks' meetings.
   void connect_ipc(int32_t lane, IpcMeeting& meeting, const std::vector<std::string>& addresses,
@@ -97,6 +98,7 @@ class GpuGroupCore final : public GroupBase {
   std::condition_variable poll_changed_;
   uint64_t begun_ = 0;  // runs so far
   bool poll_stopping_ = false;
+  TimePoint last_rest_;  // of the poller alone
   std::thread poller_;
 };
 

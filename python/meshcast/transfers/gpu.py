@@ -6,6 +6,7 @@ call."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections import Counter
@@ -34,6 +35,7 @@ __all__ = [
     "SHARING_SWITCH",
     "TRANSPORT_SWITCH",
     "attach_gpu",
+    "blocks_of",
     "choose_transport",
     "connect_lanes",
     "gpu_of",
@@ -60,9 +62,11 @@ SHARING_SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"
 class GpuOffer:
     """One rank's GPU. device: its index in that process; uuid: of the GPU itself; nccl: version, "2.28.9";
     may_share: NCCL is set to let ranks share a GPU; wants: the transport asked for, "auto", "nccl" or
-    "cuda_ipc"; reaches: uuids of the other GPUs whose memory it can read; free, staging: bytes of its memory
-    that are free, and that its process may use as staging (0: a part of the former). no_nccl, no_ipc: why it
-    cannot use that transport. obstacle: why this rank cannot take part at all, the rest is then empty."""
+    "cuda_ipc"; reaches: uuids of the other GPUs whose memory it can read; blocks: multiprocessors on which no
+    communicator of its process counts; link_rate: bytes/s of its NVLinks, 0 where unknown; free, staging:
+    bytes of its memory that are free, and that its process may use as staging (0: a part of the former).
+    no_nccl, no_ipc: why it cannot use that transport. obstacle: why this rank cannot take part at all, the
+    rest is then empty."""
 
     host: str = ""
     device: int = -1
@@ -72,6 +76,8 @@ class GpuOffer:
     may_share: bool = False
     wants: str = AUTO
     reaches: tuple[str, ...] = ()
+    blocks: int = 0
+    link_rate: int = 0
     free: int = 0
     staging: int = 0
     no_nccl: str = ""
@@ -102,6 +108,8 @@ def own_offer(device: int) -> GpuOffer:
             may_share=os.environ.get(SHARING_SWITCH) == "1",
             wants=wanted,
             reaches=_reachable(device),
+            blocks=_C.nccl_blocks_left(device),
+            link_rate=_nvlink_rate(str(properties.uuid)),
             free=torch.cuda.mem_get_info(device)[0],
             staging=settings.CUDA_STAGING_MB.integer() << 20,
             no_nccl=no_nccl,
@@ -129,7 +137,37 @@ def _reachable(device: int) -> tuple[str, ...]:
     )
 
 
+# Bytes/s of one link in one direction, by generation.
+_NVLINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
+_MOST_NVLINKS = 18
+
+
+def _nvlink_rate(uuid: str) -> int:
+    """Bytes/s of all NVLinks of a GPU together, in one direction, as NVML knows them; 0 where it is missing
+    or knows none."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    gpu, number, rate = ctypes.c_void_p(), ctypes.c_uint(), 0.0
+    if nvml.nvmlInit_v2() != 0:
+        return 0
+    try:
+        name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+        if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(gpu)) != 0:
+            return 0
+        for link in range(_MOST_NVLINKS):
+            if nvml.nvmlDeviceGetNvLinkState(gpu, link, ctypes.byref(number)) != 0 or number.value != 1:
+                continue
+            if nvml.nvmlDeviceGetNvLinkVersion(gpu, link, ctypes.byref(number)) == 0:
+                rate += _NVLINK_RATES.get(number.value, max(_NVLINK_RATES.values()))
+    finally:
+        nvml.nvmlShutdown()
+    return int(rate)
+
+
 _OP = "connect"
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _PROOF_SECONDS = 10.0  # ranks that share a GPU take turns on it
 _NAMESPACES = (
     "containers of one host need one IPC and one PID namespace for it (docker run --ipc=host --pid=host)"
@@ -171,6 +209,7 @@ def choose_transport(offers: Mapping[int, GpuOffer], rank: int) -> str:
 
 # Of a lane at most, and at least; of a process at least: bytes.
 _LANE_STAGING, _LEAST_LANE_STAGING, _LEAST_STAGING = 256 << 20, 8 << 20, 512 << 20
+_MOST_BLOCKS = 16  # that drive a few NVLinks; not measured
 _LANES = 8  # that find room at a time
 
 
@@ -185,6 +224,24 @@ def staging_of(offers: Mapping[int, GpuOffer]) -> tuple[int, dict[int, int]]:
     }
     goal = min(limits.values()) // _LANES
     return min(max(goal, _LEAST_LANE_STAGING), _LANE_STAGING), limits
+
+
+def blocks_of(offers: Mapping[int, GpuOffer], lanes: int) -> list[int]:
+    """The most blocks of a kernel of NCCL, for each of so many new communicators: powers of two, as NCCL
+    rounds them, so that the kernels of all communicators of a process fit on its GPU at once. Each takes at
+    most half of what is left."""
+    left = min(offer.blocks for offer in offers.values())
+    found = []
+    for _ in range(lanes):
+        half = max(left // 2, 1)
+        found.append(min(1 << half.bit_length() - 1, _MOST_BLOCKS))
+        left -= found[-1]
+    if left < 0:
+        log.warning(
+            "more communicators of NCCL than fit on a GPU at once: calls of several groups may wait for one "
+            "another unless all ranks make them in one order; use fewer groups"
+        )
+    return found
 
 
 def staging(device: int | None = None) -> dict[str, int]:
@@ -271,11 +328,12 @@ _KEY = "gpu"  # among what is attached to a group
 class CudaLanes:
     """The communicators of a group by lane, all on GPU `device` of this process. Only commands touch them."""
 
-    def __init__(self, core: Any, device: int, transport: str, staging_bytes: int) -> None:
+    def __init__(self, core: Any, device: int, transport: str, staging_bytes: int, link_rate: int) -> None:
         self.core = core
         self.device = device
         self.transport = transport  # "nccl" or "cuda_ipc": all lanes have one
         self.staging_bytes = staging_bytes  # goal for each lane
+        self.link_rate = link_rate  # bytes/s between GPUs of a host, 0: unknown
         self.lanes: set[int] = set()
 
     def abort(self, reason: str) -> None:
@@ -362,6 +420,13 @@ def connect_lanes(
     gathered = _gather(group, control, topic, _Part(offer, tuple(ids)), deadline)
     offers = {rank: said.offer for rank, said in gathered.items()}
     transport = choose_transport(offers, group.rank)
+    if transport == NCCL and os.environ.get(_QUEUES) == "1":
+        log.warning(
+            "rank %d: %s=1 puts all streams into one queue: calls of several groups and lanes over NCCL wait "
+            "for one another unless all ranks make them in one order",
+            group.rank,
+            _QUEUES,
+        )
     if gpu is None:
         if transport == CUDA_IPC:
             offers = _tried(group, control, offers, f"{topic}/proof", deadline)
@@ -372,12 +437,15 @@ def connect_lanes(
         goal, limits = staging_of(offers)
         if offers[group.rank].staging or not _C.cuda_staging(place.device)["limit"]:
             _C.limit_cuda_staging(place.device, limits[group.rank])
-        gpu = CudaLanes(core, place.device, transport, goal)
+        slowest = min(offer.link_rate for offer in offers.values())
+        gpu = CudaLanes(core, place.device, transport, goal, slowest)
         attach_gpu(group, gpu)
     try:
         if gpu.transport == NCCL:
-            for lane, unique in zip(missing, gathered[group.ranks[0]].ids, strict=True):
-                gpu.core.connect(lane, unique, gpu.staging_bytes, max(deadline - time.monotonic(), 1e-3))
+            blocks = blocks_of(offers, len(missing))
+            for lane, unique, most in zip(missing, gathered[group.ranks[0]].ids, blocks, strict=True):
+                left = max(deadline - time.monotonic(), 1e-3)
+                gpu.core.connect(lane, unique, most, gpu.staging_bytes, gpu.link_rate, left)
                 gpu.lanes.add(lane)
         else:
             _connect_ipc(group, control, gpu, missing, f"{topic}/{CUDA_IPC}", deadline)
