@@ -180,8 +180,14 @@ std::shared_ptr<IpcProof> IpcDevice::prove(int device) {
     const std::unique_ptr<IpcDevice> device;
     IpcProof proof;
   };
-  const auto out = std::make_shared<Proof>(device);
-  return {out, &out->proof};
+  try {
+    const auto out = std::make_shared<Proof>(device);
+    return {out, &out->proof};
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {  // of torch, where CUDA does not work
+    throw Error(ErrorKind::Generic, error.what());
+  }
 }
 
 IpcDevice::~IpcDevice() { groups_.reset(); }
