@@ -22,7 +22,7 @@ NEEDS_GIB = 12.0
 PACKAGES = ("pytest", "pytest_timeout", "numpy")
 NEEDS = (
     "nvcc of the CUDA release of torch, g++, cmake 3.22, make or ninja; in Python torch with CUDA (its "
-    "wheels bring NCCL), pytest, pytest-timeout, numpy, and rich for the examples of the step pipeline"
+    "wheels bring NCCL), pytest, pytest-timeout, numpy; rich and scikit-learn for the examples of pipeline"
 )
 
 
