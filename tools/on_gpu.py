@@ -2,12 +2,14 @@
 
 Steps run one after another, also after a failure.
 
-tools/on_gpu.sh [--dry] [--list] [--from STEP] [--only STEP ...] [--within SECONDS] [--shared]
-                [--out FILE.json] [--commit NAME] [--publish FILE.json]
+tools/on_gpu.sh [--dry] [--list] [--from STEP] [--only STEP ...] [--rest] [--within SECONDS] [--shared]
+                [--out FILE.json] [--copy FOLDER] [--commit NAME] [--publish FILE.json]
 
-Each step has a time limit of its own, so that a hang costs one step. --within begins no step whose limit
-would not fit any more, and says with which --from to continue. Results go to build/on_gpu/results.json, where
-those of other steps stay, and all output to results.log beside it. --publish writes them into docs/cuda.md.
+Each step has a time limit of its own, so that a hang costs one step, and prints its row when it has ended.
+--within begins no step whose limit would not fit; --rest runs the steps that have no result yet, so that two
+commands one after the other are one run. Results go to build/on_gpu/results.json, where those of other steps
+stay, and all output to results.log next to it; --copy copies both after each step. --publish writes them into
+docs/cuda.md.
 Exit status 1 where a step failed, 2 where nothing could be run.
 """
 
@@ -25,6 +27,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -43,6 +46,8 @@ NOTHING = "nothing yet"
 HEAD = "| part | step | on hardware | otherwise |"
 # In the environment of whatever a step starts, so that all of it can be found and ended.
 MARK = "MESHCAST_ON_GPU_STEP"
+LENT_S = 900  # for which a machine with a GPU is lent, all commands together
+DRY_LIMITS = 4  # times as long as on a machine with a GPU, which has more cores
 SHOWN = 160  # characters of an error in the table
 FOLDERS = ("python", "tests", "benchmarks", "examples", "tools", "docs")
 FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE")
@@ -74,8 +79,8 @@ def python(*words: str, needs_gpu: bool = False) -> Command:
 
 
 def pytest(*paths: str, needs_gpu: bool = False) -> Command:
-    """JUNIT stands for the file that the results go to."""
-    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=JUNIT", *paths)
+    """JUNIT stands for the file that the results go to. A step that is cut leaves the lines of -v."""
+    words = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "--junitxml=JUNIT", *paths)
     return python(*words, needs_gpu=needs_gpu)
 
 
@@ -93,58 +98,56 @@ def sanitizer(tool: str) -> Command:
     return Command((*words, "-k", chosen, "tests/cuda/test_kernels.py"), True, "Device not supported")
 
 
+def on_device(*names: str, needs_gpu: bool = False) -> Command:
+    return pytest(*(f"tests/cuda/test_{name}.py" for name in names), needs_gpu=needs_gpu)
+
+
 def steps() -> list[Step]:
+    """The most telling ones first: a machine is lent for LENT_S in all, and the last may not be reached."""
     figures = str(BUILD / "figures")
-    kernels = pytest("tests/cuda/test_kernels.py", "tests/cuda/test_kernel_limits.py", needs_gpu=True)
+    build = Command((sys.executable, str(Path(__file__).resolve()), "--build"))
+    ranks_2 = torchrun(2, "-m", "benchmarks", "cuda_ipc", "--out", f"{figures}/ipc_2.json")
     return [
-        Step(
-            "build",
-            "the flavour for this torch",
-            600,
-            (Command((sys.executable, str(Path(__file__).resolve()), "--build")),),
-        ),
+        Step("build", "the flavour for this torch", 180, (build,)),
         Step(
             "import",
             "import, doctor, kernels, a reshard between CPU ranks",
-            120,
+            40,
             (python("tools/cuda_check.py"), python("-m", "meshcast", "doctor")),
         ),
-        Step("kernels", "kernels against torch", 120, (kernels,)),
         Step(
-            "ipc",
-            "ranks on one GPU over CUDA IPC, and one for each",
-            300,
-            (pytest(*(f"tests/cuda/test_{name}.py" for name in ("ipc", "reshard", "review"))),),
+            "kernels", "kernels against torch", 60, (on_device("kernels", "kernel_limits", needs_gpu=True),)
         ),
-        Step("mixed", "between CPUs and GPUs", 120, (pytest("tests/cuda/test_mixed.py"),)),
-        Step("casts", "to another dtype", 120, (pytest("tests/cuda/test_casts.py"),)),
-        Step("pipeline", "pipelines, GPT and U-Transformer", 300, (pytest("tests/cuda/test_pipeline.py"),)),
-        Step(
-            "backend",
-            "backend, state dicts, compiled functions",
-            240,
-            (pytest("tests/cuda/test_backend.py", "tests/cuda/test_wiring.py"),),
-        ),
-        Step(
-            "sanitizer",
-            "memcheck, racecheck, initcheck on the kernels",
-            300,
-            tuple(sanitizer(tool) for tool in ("memcheck", "racecheck", "initcheck")),
-        ),
+        Step("ipc", "ranks on one GPU over CUDA IPC", 100, (on_device("ipc"),)),
+        Step("casts", "to another dtype", 45, (on_device("casts"),)),
+        Step("rates", "rates over CUDA IPC between two ranks", 50, (ranks_2,)),
+        Step("backend", "backend, state dicts, compiled functions", 60, (on_device("backend", "wiring"),)),
+        Step("pipeline", "pipelines, GPT and U-Transformer", 80, (on_device("pipeline"),)),
+        Step("mixed", "between CPUs and GPUs", 45, (on_device("mixed"),)),
+        Step("review", "doubts, and one rank for each GPU", 110, (on_device("review", "reshard"),)),
         Step(
             "figures",
-            "rates of kernels and of CUDA IPC, a matrix product beside a reshard",
-            300,
+            "rates of kernels, four ranks over CUDA IPC, a matrix product next to a reshard",
+            70,
             (
                 python(
                     "-m", "benchmarks", "cuda_kernels", "--out", f"{figures}/kernels.json", needs_gpu=True
                 ),
-                torchrun(2, "-m", "benchmarks", "cuda_ipc", "--out", f"{figures}/ipc_2.json"),
-                torchrun(4, "-m", "benchmarks", "cuda_ipc", "--out", f"{figures}/ipc_4.json"),
                 torchrun(2, "-m", "benchmarks", "cuda_beside", "--out", f"{figures}/beside.json"),
+                torchrun(4, "-m", "benchmarks", "cuda_ipc", "--out", f"{figures}/ipc_4.json"),
             ),
         ),
+        Step(
+            "sanitizer",
+            "memcheck, racecheck, initcheck on the kernels",
+            60,
+            tuple(sanitizer(tool) for tool in ("memcheck", "racecheck", "initcheck")),
+        ),
     ]
+
+
+def limit_of(step: Step, dry: bool) -> float:
+    return step.limit_s * (DRY_LIMITS if dry else 1)
 
 
 def environment(dry: bool, step: Step) -> dict[str, str]:
@@ -152,7 +155,7 @@ def environment(dry: bool, step: Step) -> dict[str, str]:
     env = {
         **os.environ,
         "PYTHONPATH": f"{TREE / 'python'}:{TREE}",
-        "MESHCAST_WORLD_LIMIT": str(step.limit_s * 0.6),
+        "MESHCAST_WORLD_LIMIT": str(limit_of(step, dry) * 0.6),
     }
     env |= {"DEVICE": "cpu"} if dry else {"MESHCAST_REQUIRE_CUDA": "1"}
     if dry:
@@ -218,7 +221,7 @@ def run_step(step: Step, dry: bool, log: TextIO) -> dict[str, Any]:
         if dry and command.needs_gpu:
             result["not_run"].append("needs a GPU")
             continue
-        left = step.limit_s - (time.monotonic() - begin)
+        left = limit_of(step, dry) - (time.monotonic() - begin)
         log.write(f"\n==== {step.name}: {words}\n")
         log.flush()
         _run(command, step, dry, left, log, result)
@@ -260,12 +263,12 @@ def _run(command: Command, step: Step, dry: bool, left: float, log: TextIO, resu
     if command.refusal and command.refusal in said:
         result["not_run"].append(f"refused: {command.refusal}")
         return
-    problem = _count(junit, result) if junit.exists() else None
+    problem = _count(junit, result) if junit.exists() else _count_lines(said, result)
     if not junit.exists() and status == 0:
         result["passed"] += 1
     if status is None:
         result["timed_out"] = True
-        problem = f"over its limit of {step.limit_s:.0f} s"
+        problem = f"over its limit of {limit_of(step, dry):.0f} s" + (f"; {problem}" if problem else "")
     if status != 0 and (problem is None or not junit.exists()):
         result["failed"] += 1
         problem = problem or _last_line(said) or f"exit status {status}"
@@ -295,6 +298,14 @@ def _count(junit: Path, result: dict[str, Any]) -> str | None:
         else:
             result["passed"] += 1
     return first
+
+
+def _count_lines(said: str, result: dict[str, Any]) -> str | None:
+    """The same of a pytest that was killed before it wrote its file. The name of the first failure."""
+    found = re.findall(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", said, re.MULTILINE)
+    for _, state in found:
+        result[{"PASSED": "passed", "SKIPPED": "skipped"}.get(state, "failed")] += 1
+    return next((name for name, state in found if state in ("FAILED", "ERROR")), None)
 
 
 def _last_line(said: str) -> str:
@@ -356,9 +367,11 @@ def arguments(names: list[str]) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the steps and their limits")
     parser.add_argument("--from", dest="first", choices=names, metavar="STEP")
     parser.add_argument("--only", nargs="+", choices=names, metavar="STEP")
+    parser.add_argument("--rest", action="store_true", help="the steps that have no result yet")
     parser.add_argument("--within", type=float, metavar="SECONDS")
     parser.add_argument("--shared", action="store_true", help="others may be on the GPU")
     parser.add_argument("--out", type=Path, default=BUILD / "results.json", metavar="FILE.json")
+    parser.add_argument("--copy", type=Path, metavar="FOLDER", help="where copies of the results go")
     parser.add_argument("--commit", help="where git cannot tell it")
     parser.add_argument("--publish", type=Path, metavar="FILE.json")
     return parser.parse_args()
@@ -373,10 +386,15 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def chosen(args: argparse.Namespace, every: list[Step]) -> list[Step]:
+def chosen(args: argparse.Namespace, every: list[Step], done: Collection[str] = ()) -> list[Step]:
+    """The steps to run. done: those that have a result. A machine that is new has no module yet."""
     names = [step.name for step in every]
     taken = every[names.index(args.first) :] if args.first else every
-    return [step for step in taken if args.only is None or step.name in args.only]
+    left = [step for step in taken if args.only is None or step.name in args.only]
+    if not args.rest:
+        return left
+    built = any((TREE / "python" / "meshcast").glob("_C.*.so"))
+    return [step for step in left if step.name not in done or (step.name == "build" and not built)]
 
 
 def earlier(out: Path, head: dict[str, Any]) -> dict[str, Any]:
@@ -415,6 +433,8 @@ def main() -> int:
     if args.list:
         for step in every:
             print(f"{step.name:<10} {step.limit_s:4.0f} s  {step.what}")
+        print(f"{'in all':<10} {sum(step.limit_s for step in every):4.0f} s  of {LENT_S} s")
+        print(f"Needs, without a network: {on_gpu_machine.NEEDS}")
         return 0
     machine = on_gpu_machine.seen()
     if reason := on_gpu_machine.obstacle(machine, dry=args.dry, shared=args.shared):
@@ -434,11 +454,11 @@ def main() -> int:
     ran: list[str] = []
     failed = False
     with out.with_suffix(".log").open("a" if results else "w") as log:
-        for step in chosen(args, every):
+        for step in chosen(args, every, set(results)):
             left = None if args.within is None else args.within - (time.monotonic() - begin)
-            if left is not None and left < step.limit_s and ran:
-                limit = f"{step.name} may take {step.limit_s:.0f}"
-                print(f"on-gpu: {left:.0f} s are left, {limit}: continue with --from {step.name}")
+            if left is not None and left < limit_of(step, args.dry) and ran:
+                limit = f"{step.name} may take {limit_of(step, args.dry):.0f}"
+                print(f"on-gpu: {left:.0f} s are left, {limit}: continue with --rest")
                 break
             result = run_step(step, args.dry, log)
             results[step.name] = result
@@ -447,11 +467,21 @@ def main() -> int:
             failed = failed or result["failed"] > 0
             ordered = [results[each.name] for each in every if each.name in results]
             out.write_text(json.dumps({"head": head, "steps": ordered}, indent=1) + "\n")
+            log.flush()
+            if args.copy:
+                args.copy.mkdir(parents=True, exist_ok=True)
+                for file in (out, out.with_suffix(".log")):
+                    shutil.copy2(file, args.copy)
             if step.name == "build" and result["failed"]:
                 print("on-gpu: nothing else can be run")
                 break
     shown = os.path.relpath(out)
     print(f"on-gpu: {shown} and its log; {'a step FAILED' if failed else 'no failure'}")
+    took = sum(result["seconds"] for result in results.values())
+    limits = sum(step.limit_s for step in every)
+    print(
+        f"on-gpu: {len(results)} of {len(every)} steps took {took:.0f} s; limits: {limits:.0f} of {LENT_S} s"
+    )
     if args.dry:
         print("on-gpu: NOT checked: whatever needs a GPU, since this was a dry run (docs/cuda.md)")
     return int(failed)

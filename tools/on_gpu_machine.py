@@ -20,6 +20,10 @@ __all__ = ["Machine", "obstacle", "seen"]
 # Of GPU memory, free: `benchmarks cuda_ipc` moves 1 GiB between four ranks, each with a context of its own.
 NEEDS_GIB = 12.0
 PACKAGES = ("pytest", "pytest_timeout", "numpy")
+NEEDS = (
+    "nvcc of the CUDA release of torch, g++, cmake 3.22, make or ninja; in Python torch with CUDA (its "
+    "wheels bring NCCL), pytest, pytest-timeout, numpy; rich and scikit-learn for the examples of pipeline"
+)
 
 
 @dataclass

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import time
 from pathlib import Path
 
 import meshcast
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.multiprocessing.reductions import reduce_tensor
 
 sys.path.append(str(Path(__file__).parent))
+import pace
 from cases_reshard import mesh_of
 
 GROUP_TIMEOUT = 120.0
@@ -56,12 +58,13 @@ def calls_of_two_groups_in_unlike_orders(context) -> None:
         dist.destroy_process_group(group)
 
 
-def nothing_waits_for_a_busy_stream(context) -> None:
+def nothing_waits_for_a_busy_stream(context) -> dict | None:
     """More allocations are sent from than are kept mapped, so memory is exported, mapped and closed while a
-    kernel of the same process runs on for seconds: no call may wait for that."""
+    kernel of rank 0 runs on for much longer: no call may wait for that. Returns the pace of calls and of
+    plain copies, which test_review.py judges."""
     use_a_gpu(context.rank)
     if UNCACHED:
-        return  # torch's own frees wait for it
+        return None  # torch's own frees wait for it
     everybody = list(range(context.world))
     mesh, other = mesh_of(everybody), mesh_of(turned(context.world))
     count, width = (72, OWN_SEGMENT) if ON_GPU else (5, 64)
@@ -78,22 +81,31 @@ def nothing_waits_for_a_busy_stream(context) -> None:
     one = DTensor.from_local(torch.ones(1, width, device=GPU), mesh, [Shard(0)], run_check=False)
     xs = [one * (number + 2 + context.rank) for number in range(count)]
     call.run(one).to_local().mean()  # torch's own kernels are loaded by now, too
+    pace.synchronize()
+
+    def seconds_of_calls() -> tuple[float, list[torch.Tensor]]:
+        begin = time.perf_counter()
+        sums = [call.run(x).to_local().mean() for x in xs]
+        pace.synchronize()
+        return time.perf_counter() - begin, sums
+
+    found = pace.Pace(seconds_of_calls()[0], pace.seconds_of_copies(count, width, GPU))
+    context.wait_for_all("measured")
     busy = None
-    if ON_GPU:
-        torch.cuda.synchronize()
-        if context.rank == 0:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                torch.cuda._sleep(12_000_000_000)  # some six seconds
-                busy = torch.cuda.current_stream().record_event()
+    if ON_GPU and context.rank == 0:
+        seconds = max(pace.SHORTEST_S, min(pace.LONGEST_S, pace.TIMES * found.calls))
+        busy = pace.keep_busy(seconds)
     context.wait_for_all("busy")
-    sums = [call.run(x).to_local().mean() for x in xs]
+    found.busy_copies = pace.seconds_of_copies(count, width, GPU)
+    found.busy_calls, sums = seconds_of_calls()
     y = cold.run(first)
-    if ON_GPU:
-        torch.cuda.current_stream().synchronize()
-    assert busy is None or not busy.query(), "a call of CUDA waited for another stream"
+    pace.synchronize()
+    if context.rank == 0:
+        found.busy = busy is None or not busy.query()
     check(y, full.float(), mesh, [Shard(1)], context.rank)
     owner = turned(context.world).index(context.rank)
     assert [round(each.item()) for each in sums] == [number + 2 + owner for number in range(count)]
+    return found.value()
 
 
 def memory_of_calls_and_backwards_is_freed(context) -> None:

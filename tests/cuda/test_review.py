@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from multiproc.devices import GPU
 from multiproc.harness import WorldResult, run_world
+
+sys.path.append(str(Path(__file__).parent))
+import pace
 
 pytestmark = [pytest.mark.gpu(on_cpu=True), pytest.mark.timeout(300)]
 
@@ -39,6 +43,19 @@ def world(request: pytest.FixtureRequest) -> WorldResult:
 @pytest.mark.parametrize("case", CASES)
 def test_review(world: WorldResult, case: str) -> None:
     world.check(case)
+
+
+def test_no_call_waited_for_a_busy_stream(world: WorldResult) -> None:
+    case = "nothing_waits_for_a_busy_stream"
+    world.check(case)
+    values = [world.value(case, rank) for rank in range(len(world.ranks))]
+    if None in values:
+        pytest.skip("torch itself waits without its cache")
+    paces = [pace.Pace(**value) for value in values]
+    found = pace.waited(paces)
+    assert found != "a fault", f"calls waited for another stream: {paces}"
+    if found:
+        pytest.skip(f"processes take turns on this GPU, which says nothing: {paces[0]}")
 
 
 def test_processes_end_cleanly(world: WorldResult) -> None:

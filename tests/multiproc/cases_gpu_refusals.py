@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import meshcast
@@ -36,10 +37,11 @@ class Place:
 
 
 @contextlib.contextmanager
-def gpus_that_say(uuid: str) -> Iterator[None]:
+def gpus_that_say(uuid: str, **more: object) -> Iterator[None]:
     """What this rank says of its GPU, which it does not have."""
+    said = {"host": "h", "uuid": uuid, "gpu": "H200", "nccl": "2.28.9", **more}
     with (
-        mock.patch.object(gpu_module, "own_offer", lambda i: GpuOffer("h", i, uuid, "H200", "2.28.9")),
+        mock.patch.object(gpu_module, "own_offer", lambda i: GpuOffer(device=i, **said)),
         mock.patch.object(gpu_module._C, "nccl_unique_id", return_value=bytes(128), create=True),
     ):
         yield
@@ -195,7 +197,15 @@ class Recorder:
         self.address = f"address {arguments}" if arguments else f"socket {id(self)} of {dist.get_rank()}"
         self.calls: list[tuple] = []
 
-    def connect_ipc(self, lane: int, meeting: Recorder, addresses: list[str], limit: float) -> None:
+    def connect(self, lane: int, unique_id: bytes, *others: Any) -> None:
+        *options, limit = others
+        assert 0 < limit <= GROUP_TIMEOUT
+        self.calls.append((lane, len(unique_id), *options))
+
+    def connect_ipc(
+        self, lane: int, meeting: Recorder, addresses: list[str], staging: int, limit: float
+    ) -> None:
+        assert staging == 64 << 20, "an eighth of 512 MiB, since nothing is said to be free"
         assert 0 < limit <= GROUP_TIMEOUT, "what is left of the call's own limit, in seconds"
         self.calls.append((lane, meeting.address, addresses))
 
@@ -203,13 +213,92 @@ class Recorder:
         self.calls.append(("shutdown",))
 
 
+class Proof:
+    """Memory that the others can open, unless it is in another container: `foreign` of them."""
+
+    foreign: tuple[int, ...] = ()
+    broken = False  # CUDA makes none
+    alive: list[Proof] = []  # noqa: RUF012
+
+    def __init__(self, device: int) -> None:
+        if self.broken:
+            raise MeshcastError(f"cuda:{device} has no memory left")
+        self.card = f"card of {dist.get_rank()}".encode()
+        self.alive.append(self)
+
+    def check(self, card: bytes, limit: float) -> str:
+        assert self in self.alive and 0 < limit <= GROUP_TIMEOUT
+        owner = int(card.decode().removeprefix("card of "))
+        assert owner != dist.get_rank()
+        return "CUDA says no" if (owner in self.foreign) != (dist.get_rank() in self.foreign) else ""
+
+
+@contextlib.contextmanager
+def built_with_cuda(core: type = Recorder, proof: type = Proof) -> Iterator[None]:
+    with (
+        mock.patch.object(gpu_module._C, "GpuGroupCore", core, create=True),
+        mock.patch.object(gpu_module._C, "IpcMeeting", core, create=True),
+        mock.patch.object(gpu_module._C, "IpcProof", proof, create=True),
+        mock.patch.object(gpu_module._C, "cuda_staging", return_value={"limit": 0}, create=True),
+        mock.patch.object(gpu_module._C, "limit_cuda_staging", create=True) as limited,
+    ):
+        yield
+    assert all(call.args == (0, 512 << 20) for call in limited.mock_calls), limited.mock_calls
+
+
+class Foreign(Proof):
+    foreign = (2,)
+
+
+def transports(context, name: str) -> list:
+    """How the GPUs of each rank are connected, and with what calls."""
+    gpu = gpu_module.gpu_of(group_of(name))
+    found: list = [None] * context.world
+    dist.all_gather_object(found, gpu and (gpu.transport, gpu.core.calls))
+    return found
+
+
+def ranks_of_two_containers_use_nccl(context) -> None:
+    """A GPU of its own each, or a NCCL that lets them share: whoever finds that it cannot open the others'
+    memory, all leave CUDA IPC before they need it."""
+    more = {"nccl": "2.31.0", "may_share": True, "blocks": 36, "link_rate": 300 + context.rank}
+    with gpus_that_say("GPU-a", **more), built_with_cuda(proof=Foreign):
+        for ordinal in (7008, 7009):
+            assert connect(ordinal, Place(), GROUP_TIMEOUT, "containers") is None
+        calls = [
+            (0, 128, 16, 64 << 20, 300),
+            (1, 128, 8, 64 << 20, 300),
+        ]  # for the rank with the slowest link
+        assert transports(context, "containers") == [("nccl", calls)] * context.world
+    reshard_still_works(context.rank, 11)
+
+
+def ranks_of_two_containers_are_refused_by_all(context) -> None:
+    """Where NCCL cannot take their place: the error has both reasons. The group lives on."""
+    for ordinal, wants in ((7010, "auto"), (7011, "cuda_ipc")):
+        with gpus_that_say("GPU-a", wants=wants), built_with_cuda(proof=Foreign):
+            error = connect(ordinal, Place(), GROUP_TIMEOUT)
+        assert isinstance(error, LayoutError), error
+        text = "on rank 0, the GPU memory of rank 2 cannot be opened: CUDA says no; containers of one host"
+        assert text in str(error), error
+        assert ("cuda_ipc cannot serve these ranks" in str(error)) is (wants == "cuda_ipc")
+    reshard_still_works(context.rank, 12)
+
+
+def a_rank_without_memory_to_show_is_named(context) -> None:
+    class Broken(Proof):
+        broken = context.rank == 1
+
+    with gpus_that_say("GPU-a"), built_with_cuda(proof=Broken):
+        error = connect(7012, Place(), GROUP_TIMEOUT)
+    assert isinstance(error, LayoutError), error
+    assert "on rank 1, cuda:0 has no memory left" in str(error), error
+    reshard_still_works(context.rank, 13)
+
+
 def ranks_that_share_a_gpu_are_connected_over_cuda_ipc(context) -> None:
     """Each lane with the addresses of all ranks, in their order; known lanes not again."""
-    with (
-        gpus_that_say("GPU-a"),
-        mock.patch.object(gpu_module._C, "GpuGroupCore", Recorder, create=True),
-        mock.patch.object(gpu_module._C, "IpcMeeting", Recorder, create=True),
-    ):
+    with gpus_that_say("GPU-a"), built_with_cuda():
         if context.rank == 2:
             time.sleep(0.2)
         for ordinal in (7004, 7005):
@@ -232,16 +321,12 @@ def a_rank_that_cannot_connect_ends_the_group(context) -> None:
     """For the others, which may have connected: they would wait for it in their first transfer."""
 
     class Lost(Recorder):
-        def connect_ipc(self, lane: int, meeting: Recorder, addresses: list[str], limit: float) -> None:
-            super().connect_ipc(lane, meeting, addresses, limit)
+        def connect_ipc(self, lane: int, *others: Any) -> None:
+            super().connect_ipc(lane, *others)
             if context.rank == 1 and lane == 1:
                 raise MeshcastError("rank 1: its socket is gone")
 
-    with (
-        gpus_that_say("GPU-a"),
-        mock.patch.object(gpu_module._C, "GpuGroupCore", Lost, create=True),
-        mock.patch.object(gpu_module._C, "IpcMeeting", Lost, create=True),
-    ):
+    with gpus_that_say("GPU-a"), built_with_cuda(Lost):
         error = connect(7006, Place(), GROUP_TIMEOUT, "lost")
         if context.rank == 1:
             assert "its socket is gone" in str(error)
@@ -259,4 +344,7 @@ CASES = [
     a_rank_that_stays_away_is_named,
     ranks_that_share_a_gpu_are_connected_over_cuda_ipc,
     a_rank_that_cannot_connect_ends_the_group,
+    ranks_of_two_containers_use_nccl,
+    ranks_of_two_containers_are_refused_by_all,
+    a_rank_without_memory_to_show_is_named,
 ]

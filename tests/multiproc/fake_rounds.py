@@ -133,7 +133,7 @@ def fake_rounds() -> Iterator[FakeRounds]:
     def connect(group, control, lanes, place, call, deadline) -> None:  # noqa: ARG001
         gpu = gpu_of(group)
         if gpu is None:
-            gpu = CudaLanes(_Core(control, fake), None, "fake")  # type: ignore[arg-type]
+            gpu = CudaLanes(_Core(control, fake), None, "fake", 0, 0)  # type: ignore[arg-type]
             attach_gpu(group, gpu)
         gpu.lanes.update(lanes)
         gpu.core._fake = fake

@@ -47,9 +47,13 @@ class Context:
     store: dist.Store
     case: str = ""
 
+    def say(self, name: str) -> None:
+        """Has the others see that this rank came to `name`, and waits for none of them."""
+        self.store.set(f"{self.case}/{name}/{self.rank}", "")
+
     def wait_for_all(self, name: str, ranks: list[int] | None = None, limit: float = 30.0) -> None:
         ranks = list(range(self.world)) if ranks is None else ranks
-        self.store.set(f"{self.case}/{name}/{self.rank}", "")
+        self.say(name)
         deadline = time.monotonic() + limit
         while not self.store.check([f"{self.case}/{name}/{rank}" for rank in ranks]):
             assert time.monotonic() < deadline, f"the ranks did not meet at {name}"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +91,7 @@ def test_what_is_wrong_with_a_variable(
 # Values that calls pass over or refuse.
 NONSENSE = {
     "MESHCAST_BROADCAST_BYTES": "many",
+    "MESHCAST_CUDA_STAGING_MB": "plenty",
     "MESHCAST_CUDA_TRANSPORT": "carrier pigeon",
     "MESHCAST_FLIGHT_RECORD": "/dev/null/no folder/job",
     "MESHCAST_HOST_ID": "\u2603 \n",
@@ -194,6 +198,58 @@ def test_the_first_cause_is_told_of_several_errors(monkeypatch: pytest.MonkeyPat
     assert trial.import_error() == ""
     doctor._calls(problems, trial)
     assert problems == ["every call: no way"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ([["on one GPU"], ["on one GPU"]], "works"),
+        ([["on one GPU"], ["on one GPU", "MeshcastError", "CUDA says no"]], "fails"),
+        ([], "fails"),
+    ],
+)
+def test_gpu_memory_that_ranks_cannot_open_is_told(
+    rows: list[list[str]], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is a GPU. CPU calls work all the same."""
+    rows = [[call] for call in ("on one host", "between hosts")] * 2 + rows
+    program = f"print(); [print(each) for each in {[*map(json.dumps, rows)]}]"
+    monkeypatch.setattr(doctor._Trial, "_PROGRAM", program)
+    for gpus in (1, 0):
+        monkeypatch.setattr(doctor, "_has_gpu_code", lambda: True)
+        monkeypatch.setattr(doctor, "_gpus", lambda gpus=gpus: gpus)
+        problems: list[str] = []
+        trial = doctor._Trial()
+        assert trial.import_error() == ""
+        facts = doctor._calls(problems, trial)
+        assert facts.pop("on one GPU", "none") == (found if gpus else "none")
+        assert set(facts.values()) == {"works"}
+        assert bool(problems) is (found == "fails" and gpus > 0)
+        assert doctor.verdict(problems).startswith("meshcast works here")
+        if problems:
+            reason = "CUDA says no" if rows[-1][0] == "on one GPU" else "did not end in 60 s"
+            assert problems[0].startswith("CUDA IPC between ranks of this host: ") and reason in problems[0]
+
+
+def test_two_ranks_open_each_others_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = itertools.count()
+
+    class Proof:
+        def __init__(self, device: int) -> None:
+            self.card = f"card {next(numbers)} on {device}".encode()
+
+        def check(self, card: bytes, limit: float) -> str:
+            assert limit > 0 and card != self.card
+            return "CUDA says no" if card == b"card 0 on 0" else ""
+
+    monkeypatch.setattr("meshcast._C.IpcProof", Proof, raising=False)
+    limit = timedelta(seconds=20)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, limit)
+    others = torch.distributed.TCPStore("127.0.0.1", store.port, None, False, limit)
+    with ThreadPoolExecutor(2) as pool:
+        tries = [pool.submit(doctor._open, rank, each) for rank, each in enumerate((store, others))]
+        errors = [each.exception(30) for each in tries]
+    assert sorted(str(error) for error in errors) == ["CUDA says no", "None"]
 
 
 def test_an_interface_that_is_down_or_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,11 @@ std::vector<cuda::BoxPair> pairs_of(const std::vector<PairNumbers>& numbers) {
 }
 
 cuda::Target target_of(int device, uint64_t stream, int most_blocks) {
-  return {device, reinterpret_cast<cudaStream_t>(stream), most_blocks};
+  cuda::Target out;
+  out.device = device;
+  out.stream = reinterpret_cast<cudaStream_t>(stream);
+  out.most_blocks = most_blocks;
+  return out;
 }
 
 }  // namespace

@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <map>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -7,6 +9,7 @@
 #include "binding/bind.h"
 #include "binding/core_binding.h"
 #include "c10d/c10d_store.h"
+#include "cuda/device/nccl_device.h"
 #include "cuda/device/nccl_library.h"
 #include "cuda/group/gpu_group_core.h"
 
@@ -21,11 +24,35 @@ void bind_cuda_group(py::module_& m) {
   m.def("nccl_version", [] { return nccl_version_text(NcclLibrary::get().version()); });
   m.def("nccl_unique_id", [] { return py::bytes(nccl_unique_id()); });
 
+  m.def("nccl_blocks_left", &nccl_blocks_left, py::arg("device"), NoGil());
   m.def("cuda_ipc_obstacle", &cuda_ipc_obstacle, py::arg("device"), NoGil());
+
+  m.def(
+      "limit_cuda_staging", [](int device, int64_t nbytes) { ipc_staging(device).limit_to(nbytes); },
+      py::arg("device"), py::arg("nbytes"));
+  m.def(
+      "cuda_staging",
+      [](int device) {
+        const StagingPool::Figures found = ipc_staging(device).figures();
+        return std::map<std::string, int64_t>{
+            {"limit", found.limit}, {"in_use", found.in_use},           {"spare", found.spare},
+            {"peak", found.peak},   {"allocations", found.allocations}, {"returned", found.returned}};
+      },
+      py::arg("device"));
 
   py::class_<IpcMeeting, std::shared_ptr<IpcMeeting>>(m, "IpcMeeting")
       .def(py::init<>())
       .def_property_readonly("address", &IpcMeeting::address);
+
+  py::class_<IpcProof, std::shared_ptr<IpcProof>>(m, "IpcProof")
+      .def(py::init(&IpcDevice::prove), py::arg("device"), NoGil())
+      .def_property_readonly("card", [](const IpcProof& self) { return py::bytes(self.card()); })
+      .def(
+          "check",
+          [](IpcProof& self, const std::string& card, double timeout) {
+            return self.check(card, deadline_after(checked_timeout(timeout)));
+          },
+          py::arg("card"), py::arg("timeout"), NoGil());
 
   bind_core<GpuGroupCore>(m, "GpuGroupCore")
       .def(py::init([](std::shared_ptr<TensorGroup> control, const c10::intrusive_ptr<c10d::Store>& store,
@@ -38,16 +65,23 @@ void bind_cuda_group(py::module_& m) {
            py::arg("device"))
       .def(
           "connect",
-          [](GpuGroupCore& self, int32_t lane, const std::string& unique_id, double timeout) {
-            self.connect(lane, unique_id, checked_timeout(timeout));
+          [](GpuGroupCore& self, int32_t lane, const std::string& unique_id, int blocks, int64_t staging,
+             int64_t link_rate, double timeout) {
+            RoundOptions options;
+            options.staging_bytes = std::min(options.staging_bytes, staging);
+            options.link_rate = link_rate;
+            self.connect(lane, unique_id, blocks, options, checked_timeout(timeout));
           },
-          py::arg("lane"), py::arg("unique_id"), py::arg("timeout"), NoGil())
+          py::arg("lane"), py::arg("unique_id"), py::arg("blocks"), py::arg("staging"), py::arg("link_rate"),
+          py::arg("timeout"), NoGil())
       .def(
           "connect_ipc",
           [](GpuGroupCore& self, int32_t lane, const std::shared_ptr<IpcMeeting>& meeting,
-             const std::vector<std::string>& addresses,
-             double timeout) { self.connect_ipc(lane, *meeting, addresses, checked_timeout(timeout)); },
-          py::arg("lane"), py::arg("meeting"), py::arg("addresses"), py::arg("timeout"), NoGil())
+             const std::vector<std::string>& addresses, int64_t staging, double timeout) {
+            self.connect_ipc(lane, *meeting, addresses, staging, checked_timeout(timeout));
+          },
+          py::arg("lane"), py::arg("meeting"), py::arg("addresses"), py::arg("staging"), py::arg("timeout"),
+          NoGil())
       .def(
           "start",
           [](GpuGroupCore& self, const AgreedPlan& agreed, int64_t ordinal, bool reverse, OptionalTensors src,

@@ -1,7 +1,6 @@
 #include "boxes/launch_plan.h"
 
 #include <algorithm>
-#include <limits>
 
 namespace meshcast::cuda {
 namespace {
@@ -54,11 +53,10 @@ CopyNest nest_of(const BoxPair& pair, const Units& units) {
   return nest;
 }
 
-Route route_of(const CopyNest& nest) {
+Route route_of(const CopyNest& nest, int64_t most_pitch) {
   if (nest.run == 0) return Route::Nothing;
   if (nest.ndim == 0) return Route::Flat;
-  constexpr int64_t kMostPitch = std::numeric_limits<int32_t>::max();
-  const auto pitch = [&](int64_t stride) { return stride >= nest.run && stride <= kMostPitch; };
+  const auto pitch = [&](int64_t stride) { return stride >= nest.run && stride <= most_pitch; };
   const bool rows = nest.ndim == 1 && nest.run >= kPitchedBytes;
   return rows && pitch(nest.from_stride[0]) && pitch(nest.to_stride[0]) ? Route::Pitched : Route::Kernel;
 }

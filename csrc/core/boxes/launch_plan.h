@@ -41,10 +41,13 @@ struct CopyNest {
 // The units are bytes (elements of any size move as bytes) or whole elements.
 CopyNest nest_of(const BoxPair& pair, const Units& units);
 
+inline constexpr int64_t kMostPitch = (int64_t{1} << 31) - 1;  // of every GPU so far
+
 // The best way to move the bytes of a nest (of bytes). A single run is a plain copy, wide rows at even
 // distances are one call of the copy engine, the rest needs a kernel.
+// most_pitch: largest distance of rows that the copy engine of the GPU takes.
 enum class Route : uint8_t { Nothing, Flat, Pitched, Kernel };
-Route route_of(const CopyNest& nest);
+Route route_of(const CopyNest& nest, int64_t most_pitch = kMostPitch);
 
 // Rows below this are moved by the kernel, whose accesses are as wide; the value is a guess until measured.
 inline constexpr int64_t kPitchedBytes = 4096;

@@ -21,6 +21,7 @@ struct IpcRange {
 };
 
 class IpcMappings;
+class StagingPool;
 
 // The functions of CUDA that groups over CUDA IPC need in addition to a RoundDevice, on its GPU. The
 // RoundDevice records, awaits, queries and frees events, whether made here or opened: a wait is for what had
@@ -43,8 +44,8 @@ class IpcDriver {
   virtual std::byte* open_memory(const IpcHandle& handle) = 0;
   virtual void close_memory(std::byte* base) noexcept = 0;  // from any thread
   virtual IpcMappings& mappings() = 0;                      // one for this process and GPU
-  // Always exportable, and never given back to the GPU: a released block serves the next request. So no peer
-  // has any of it mapped after it was freed.
+  virtual StagingPool& staging() = 0;                       // the same
+  // Always exportable; a released block serves the next request.
   virtual std::shared_ptr<std::byte> allocate_exportable(int64_t nbytes) = 0;
 
   virtual Event make_ipc_event(IpcHandle* handle) = 0;

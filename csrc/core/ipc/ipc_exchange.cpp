@@ -9,6 +9,7 @@
 
 #include "common/error.h"
 #include "common/keep_for_good.h"
+#include "ipc/staging_pool.h"
 
 namespace meshcast {
 namespace {
@@ -131,13 +132,7 @@ void IpcExchange::name_messages() {
   }
   // Phase 3: one event for all messages of the group, to all receivers.
   device_.record(ready_, stream_);
-  for (const uint64_t memory : exports_.take_forgotten()) {
-    IpcNote note;
-    note.kind = IpcNote::Kind::Forget;
-    note.memory = memory;
-    for (Peer& to : peers_)
-      if (to.told.erase(memory) != 0) tell(to, note);
-  }
+  tell_forgotten();
   // Phase 4: the notes. Those about memory come before the first message that names it, on the same socket,
   // so the receiver never meets a name that it does not know.
   for (size_t p = 0; p < peers_.size(); ++p) {
@@ -147,7 +142,9 @@ void IpcExchange::name_messages() {
       const IpcExports::Place& place = places[p][i];
       IpcNote note;
       note.memory = place.memory;
-      if (to.told.insert(place.memory).second) {
+      const std::byte* const base = exports_.entry(place.memory).range.base;
+      if (to.told.emplace(place.memory, base).second) {
+        driver_.staging().show(base);
         const IpcExports::Entry& entry = exports_.entry(place.memory);
         note.kind = IpcNote::Kind::Memory;
         note.nbytes = entry.range.nbytes;
@@ -172,6 +169,60 @@ void IpcExchange::bounce(int64_t nbytes) {
   if (nbytes <= bounce_bytes_) return;
   bounce_bytes_ = std::max(nbytes, 2 * bounce_bytes_);
   bounces_.push_back(driver_.allocate_exportable(bounce_bytes_));
+}
+
+void IpcExchange::tell_forgotten() {
+  IpcNote note;
+  note.kind = IpcNote::Kind::Forget;
+  for (const uint64_t memory : exports_.take_forgotten()) {
+    note.memory = memory;
+    for (Peer& to : peers_) {
+      if (auto known = to.told.extract(memory); !known.empty()) {
+        to.leaving.insert(std::move(known));
+        tell(to, note);
+      }
+    }
+  }
+}
+
+void IpcExchange::retire(const std::byte* base) {
+  if (closed_ || aborted_) return;
+  exports_.forget_at(base);
+  for (const auto& each : bounces_) exports_.forget_at(each.get());
+  bounces_.clear();
+  bounce_bytes_ = 0;
+  tell_forgotten();
+}
+
+bool IpcExchange::rest() {
+  if (closed_ || aborted_) return false;
+  bool more = false;
+  for (Peer& each : peers_) {
+    flush(each);
+    listen(each);
+    answer(each);
+    more = more || !each.leaving.empty() || !each.outbox.empty();
+  }
+  return more;
+}
+
+// Closes what the peer has said to forget, and says so.
+void IpcExchange::answer(Peer& to) {
+  to.imports.sweep();
+  IpcNote note;
+  note.kind = IpcNote::Kind::Closed;
+  for (const uint64_t memory : to.imports.take_closed()) {
+    note.memory = memory;
+    if (!to.closed && !to.gone) tell(to, note);
+  }
+}
+
+// The peer has nothing of this rank mapped any longer.
+void IpcExchange::close_for(Peer& who) {
+  for (auto* memories : {&who.told, &who.leaving}) {
+    for (const auto& [memory, base] : *memories) driver_.staging().hide(base);
+    memories->clear();
+  }
 }
 
 IpcExports::Place IpcExchange::place_of(const Outgoing& message, int64_t* bounced) {
@@ -203,6 +254,7 @@ void IpcExchange::listen(Peer& from) {
     else
       hear(from, note);
   }
+  if (from.closed || from.gone) close_for(from);
 }
 
 void IpcExchange::hear(Peer& from, const IpcNote& note) {
@@ -211,6 +263,10 @@ void IpcExchange::hear(Peer& from, const IpcNote& note) {
     case IpcNote::Kind::Message: from.inbox.push_back(note); break;
     case IpcNote::Kind::Copied: from.has_copied = true; break;
     case IpcNote::Kind::Forget: from.imports.forget(note.memory); break;
+    case IpcNote::Kind::Closed:
+      if (const auto left = from.leaving.extract(note.memory); !left.empty())
+        driver_.staging().hide(left.mapped());
+      break;
     case IpcNote::Kind::Bye: from.closed = true; break;
     default:
       throw Error(ErrorKind::Generic, "a peer does not speak this protocol: install one version everywhere");
@@ -268,7 +324,7 @@ GroupOutcome IpcExchange::progress() {
     listen(each);
     await_copied(each);
     if (in_progress_) copy_messages(each);
-    each.imports.sweep();
+    answer(each);
     const bool needed = !each.outbox.empty() || !each.receives.empty() || each.waits_for_copied;
     more = more || needed;
     // Where nothing more is needed of a peer, what it has enqueued may still be under way: if it has ended
@@ -296,7 +352,22 @@ void IpcExchange::close() noexcept {
   } catch (const std::exception&) {
     // Out of memory: the peers will count this rank as lost, if they still need it.
   }
-  for (const Peer& each : peers_) each.link.hang_up();
+  for (Peer& each : peers_) part_from(each);
+}
+
+// What the peer still has mapped is so until it closes its group as well.
+void IpcExchange::part_from(Peer& from) noexcept {
+  try {
+    listen(from);
+    std::vector<const std::byte*> bases;
+    for (const auto* memories : {&from.told, &from.leaving})
+      for (const auto& [memory, base] : *memories) bases.push_back(base);
+    from.link.stop_sending();
+    if (!bases.empty()) driver_.staging().part(std::move(from.link), std::move(bases));
+  } catch (const std::exception&) {
+    // Out of memory, or a peer of another version: its blocks count as mapped for good.
+    from.link.hang_up();
+  }
 }
 
 void IpcExchange::abort() noexcept {

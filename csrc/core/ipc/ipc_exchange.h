@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -48,7 +48,12 @@ class IpcExchange {
   GroupOutcome end();       // names the messages, and progresses
   GroupOutcome progress();  // Success when all of the group is enqueued; also looks for peers that have exited
 
-  // To be called while no group is under way. Notifies the peers, which may continue without this rank.
+  // To be called while no group is under way, as the next three. Has the peers close what begins at `base`,
+  // and gives back the buffers of earlier groups: the GPU is past all of them.
+  void retire(const std::byte* base);
+  // Reads and answers what peers say about memory. Returns whether one has yet to close what it was asked to.
+  bool rest();
+  // Notifies the peers, which may continue without this rank.
   void close() noexcept;
   // The peers see that this rank has ended. Work on the GPU ends by itself.
   void abort() noexcept;
@@ -67,13 +72,14 @@ class IpcExchange {
 
     IpcLink link;
     IpcImports imports;
-    Event ready = 0;             // the peer's
-    Event copied = 0;            // the peer's: it has copied from here
-    Event own_copied = 0;        // this rank's: it has copied from the peer
-    std::deque<IpcNote> outbox;  // for which the socket had no room
-    std::deque<IpcNote> inbox;   // messages of a group that this rank is not in yet
-    std::set<uint64_t> told;     // memory of this rank that the peer knows
-    uint64_t groups_sent = 0;    // groups that were not empty
+    Event ready = 0;                               // the peer's
+    Event copied = 0;                              // the peer's: it has copied from here
+    Event own_copied = 0;                          // this rank's: it has copied from the peer
+    std::deque<IpcNote> outbox;                    // for which the socket had no room
+    std::deque<IpcNote> inbox;                     // messages of a group that this rank is not in yet
+    std::map<uint64_t, const std::byte*> told;     // memory of this rank that the peer knows
+    std::map<uint64_t, const std::byte*> leaving;  // that it is to forget, and may have mapped
+    uint64_t groups_sent = 0;                      // groups that were not empty
     uint64_t groups_received = 0;
     bool closed = false;  // it has sent Bye
     bool gone = false;    // without Bye
@@ -97,6 +103,10 @@ class IpcExchange {
   void listen(Peer& from);
   void hear(Peer& from, const IpcNote& note);
   void await_copied(Peer& by);
+  void tell_forgotten();
+  void answer(Peer& to);
+  void close_for(Peer& who);
+  void part_from(Peer& from) noexcept;
   void copy_messages(Peer& from);
   GroupOutcome failed(const Peer& who, bool remote, const std::string& text);
 

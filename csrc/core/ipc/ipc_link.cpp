@@ -20,7 +20,7 @@ static_assert(std::is_trivially_copyable_v<IpcNote> && std::is_trivially_copyabl
               "notes and cards travel as they are");
 
 // The ranks send each other their cards. The version of the protocol is the size of its notes.
-constexpr LocalMeeting::Protocol kProtocol{0x6d636932 + (sizeof(IpcNote) << 8), sizeof(IpcCard), 0, "CUDA IPC"};
+constexpr LocalMeeting::Protocol kProtocol{0x6d636933 + (sizeof(IpcNote) << 8), sizeof(IpcCard), 0, "CUDA IPC"};
 
 }  // namespace
 
@@ -47,6 +47,8 @@ IpcLink::Got IpcLink::receive(IpcNote* note) {
 }
 
 void IpcLink::hang_up() const { ::shutdown(socket_.get(), SHUT_RDWR); }
+
+void IpcLink::stop_sending() const { ::shutdown(socket_.get(), SHUT_WR); }
 
 std::vector<IpcPeer> IpcMeeting::meet(const std::vector<std::string>& addresses, int32_t rank,
                                       const std::function<IpcCard(int32_t)>& card, TimePoint deadline,

@@ -18,10 +18,11 @@ namespace meshcast {
 //            is reached; `last` of this group
 //   Copied   the group's messages have been copied once the receiver's event `copied` is reached
 //   Forget   `memory` will not be named again
+//   Closed   `memory`, which is forgotten, is not mapped any longer
 //   Bye      the sender has closed its group: its GPU is done with all of it, it has nothing of the
 //            receiver's mapped any longer, and its events may be destroyed
 struct IpcNote {
-  enum class Kind : uint32_t { Memory, Message, Copied, Forget, Bye };
+  enum class Kind : uint32_t { Memory, Message, Copied, Forget, Closed, Bye };
 
   Kind kind = Kind::Bye;
   uint32_t last = 0;
@@ -48,7 +49,8 @@ class IpcLink {
   int32_t peer() const { return peer_; }
   bool send(const IpcNote& note);  // false: no room at present. Notes to a peer that has exited are lost.
   Got receive(IpcNote* note);
-  void hang_up() const;  // the peer gets End
+  void hang_up() const;       // the peer gets End
+  void stop_sending() const;  // the same, and its own notes still arrive
 
  private:
   int32_t peer_;

@@ -58,6 +58,11 @@ void IpcExports::forget(uint64_t memory) {
   forgotten_.push_back(memory);
 }
 
+void IpcExports::forget_at(const std::byte* base) {
+  const auto found = by_base_.find(base);
+  if (found != by_base_.end()) forget(found->second);
+}
+
 void IpcMappings::add(IpcImports* imports) {
   const std::lock_guard lock(mutex_);
   all_.insert(imports);
@@ -128,8 +133,10 @@ void IpcImports::forget(uint64_t memory) {
   const std::lock_guard lock(mutex_);
   if (found->second.base != nullptr) {
     const RoundDevice::Event passed = device_.make_event();
-    closing_.push_back({found->second.base, passed});
+    closing_.push_back({found->second.base, passed, memory});
     device_.record(passed, device_.transfer_stream());
+  } else {
+    closed_.push_back(memory);
   }
   entries_.erase(found);
 }
@@ -144,6 +151,7 @@ void IpcImports::sweep_locked() {
     if (!device_.reached(each.passed)) return false;
     driver_.close_memory(each.base);
     device_.free_event(each.passed);
+    closed_.push_back(each.memory);
     return true;
   });
 }

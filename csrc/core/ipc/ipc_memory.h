@@ -33,6 +33,7 @@ class IpcExports {
   std::optional<Place> find(const std::byte* data, uint64_t now);
   const Entry& entry(uint64_t memory) const { return entries_.at(memory); }
   std::vector<uint64_t> take_forgotten() { return std::exchange(forgotten_, {}); }
+  void forget_at(const std::byte* base);  // the allocation that begins there, if it is known
 
   // Memory that a peer has mapped does not go back to the GPU, even if the owner has freed it.
   static constexpr size_t kMost = 64;
@@ -87,8 +88,9 @@ class IpcImports {
   void used_until(RoundDevice::Event event);
   void forget(uint64_t memory);  // closes it later, when the transfer stream has passed what used it
   void sweep();                  // does so
-  void close_all();              // nothing on the GPU uses any of it
-  bool close_idle();             // from any thread: see IpcMappings
+  std::vector<uint64_t> take_closed() { return std::exchange(closed_, {}); }  // forgotten, and not mapped
+  void close_all();                                  // nothing on the GPU uses any of it
+  bool close_idle();                                 // from any thread: see IpcMappings
   void leave() { driver_.mappings().remove(this); }  // no other thread is here any longer
 
  private:
@@ -105,6 +107,7 @@ class IpcImports {
   struct Closing {
     std::byte* base = nullptr;
     RoundDevice::Event passed = 0;
+    uint64_t memory = 0;
   };
 
   IpcDriver& driver_;
@@ -113,6 +116,7 @@ class IpcImports {
   std::map<uint64_t, Entry> entries_;
   std::mutex mutex_;
   std::vector<Closing> closing_;
+  std::vector<uint64_t> closed_;
   bool in_use_ = false;           // at() was called after the last used_until()
   RoundDevice::Event until_ = 0;  // of that
 };

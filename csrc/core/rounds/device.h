@@ -68,6 +68,11 @@ class RoundDevice {
   // Aligned to kStagingAlignment; freed when nothing on the GPU touches it any longer.
   virtual std::shared_ptr<std::byte> allocate(int64_t nbytes) = 0;
 
+  // To be called while no group is under way. The memory at `staging`, which allocate() returned (null: none),
+  // is about to be dropped: peers that have it mapped close it. rest() returns whether one has yet to do so.
+  virtual void retire(const std::byte* /*staging*/) {}
+  virtual bool rest() { return false; }
+
   virtual void move_boxes(Stream stream, std::span<const BoxMove> boxes) = 0;
   virtual void reduce_boxes(Stream stream, std::span<const BoxReduce> boxes) = 0;
 

@@ -90,6 +90,7 @@ std::shared_ptr<RoundRun> RoundEngine::start(std::shared_ptr<const RankRounds> r
     refuse_if_failed(run->label_);
     run->over_ = take_event();
     runs_.push_back(run);
+    rested_ = false;
   }
   if (observer_.begun) observer_.begun();
   try {
@@ -191,6 +192,7 @@ void RoundEngine::poll(TimePoint now) {
       spare_events_.push_back(run->over_);
       std::erase(runs_, run);
     }
+    if (!over.empty()) idle_since_ = now;
   }
   // Phase 2: the ends, without the lock.
   for (const auto& run : over) {
@@ -205,6 +207,21 @@ void RoundEngine::poll(TimePoint now) {
     observer_.failed(*failure, failed);
   else
     fail(std::make_exception_ptr(*failure));
+}
+
+bool RoundEngine::rest(TimePoint now) {
+  const std::lock_guard lock(mutex_);
+  if (!runs_.empty() || error_) return false;
+  const auto idle = now - idle_since_;
+  if (!rested_) {
+    if (idle < kStagingRest) return true;
+    device_->retire(staging_.get());
+    staging_.reset();
+    staging_bytes_ = 0;
+    rested_ = true;
+  }
+  const bool more = device_->rest();
+  return more || idle < 2 * kStagingRest;  // peers whose last run ended later give theirs back later
 }
 
 void RoundEngine::fail(std::exception_ptr error) {

@@ -68,6 +68,10 @@ struct RoundObserver {
 // a deadline, which the observer also sees.
 inline constexpr auto kObserverGrace = std::chrono::seconds(4);
 
+// Staging that was not needed for so long goes back to its pool, and from there to the GPU: longer than a step
+// of a training, since CUDA may then wait for all that runs on the GPU.
+inline constexpr auto kStagingRest = std::chrono::seconds(10);
+
 // Enqueues rounds on one communicator, which is that of one lane: all ranks start its runs in one order. Runs
 // of an engine share staging, so each begins on the engine's streams where the one before ended. The owner
 // calls poll() now and then while runs are in flight; the engine has a thread of its own only if groups wait
@@ -97,6 +101,9 @@ class RoundEngine {
   // Ends the runs that are complete, checks for errors of NCCL, and fails the engine where a deadline has
   // passed.
   void poll(TimePoint now);
+
+  // Gives staging back that no run has needed for kStagingRest. Returns whether a later call has more to do.
+  bool rest(TimePoint now);
 
   // Ends every run in flight with `error`. The first call counts.
   void fail(std::exception_ptr error);
@@ -144,6 +151,8 @@ class RoundEngine {
   std::deque<std::shared_ptr<RoundRun>> runs_;  // those whose memory the GPU may touch
   std::shared_ptr<std::byte> staging_;
   int64_t staging_bytes_ = 0;
+  TimePoint idle_since_;
+  bool rested_ = true;                           // nothing is left to give back
   std::vector<RoundDevice::Event> step_events_;  // by event of the steps; reused once all are enqueued
   std::vector<RoundDevice::Event> spare_events_;
   RoundDevice::Event kernels_over_ = 0;  // of the last run

@@ -12,10 +12,13 @@
 namespace meshcast {
 namespace {
 
-// Between two checks of a communicator that is in progress: short compared with a launch. A peer in the same
-// group answers within microseconds, which a sleep would miss: so the first checks follow each other.
-constexpr auto kGroupPause = std::chrono::microseconds(20);
+// Between two checks of a communicator that is in progress. A peer in the same group answers within
+// microseconds, which a sleep would miss: so the first checks follow each other. After that a pause is a
+// sixteenth of the time waited so far, which it lengthens by no more than that.
 constexpr int kQuickLooks = 200;
+constexpr int kWaitedPerPause = 16;
+constexpr Clock::duration kShortestPause = std::chrono::microseconds(20);  // short compared with a launch
+constexpr Clock::duration kLongestPause = std::chrono::milliseconds(2);
 
 // The types of a cast; the same pair for all boxes that are only copied.
 std::pair<ElementType, ElementType> cast_of(const BoxMove& box) {
@@ -160,6 +163,7 @@ void RoundEngine::exchange(const RoundRun& run, const RoundStep& step) {
 void RoundEngine::wait_for_group(const RoundRun& run, const RoundStep& step) {
   const std::string doing =
       fmt::format("{} for round {}", queue_ ? "meeting the other ranks" : "connecting", step.round);
+  const TimePoint begun = Clock::now();
   for (int look = 0;; ++look) {
     {
       const std::lock_guard lock(mutex_);
@@ -169,11 +173,12 @@ void RoundEngine::wait_for_group(const RoundRun& run, const RoundStep& step) {
       if (outcome.state == GroupState::Failed) throw group_error(run, outcome, doing);
     }
     const TimePoint limit = observer_.failed ? run.deadline_ + kObserverGrace : run.deadline_;
-    if (Clock::now() >= limit) throw deadline_error(run, doing);
+    const TimePoint now = Clock::now();
+    if (now >= limit) throw deadline_error(run, doing);
     if (look < kQuickLooks)
       std::this_thread::yield();
     else
-      std::this_thread::sleep_for(kGroupPause);
+      std::this_thread::sleep_for(std::clamp((now - begun) / kWaitedPerPause, kShortestPause, kLongestPause));
   }
 }
 

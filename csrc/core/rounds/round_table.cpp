@@ -121,6 +121,7 @@ class Rounds {
     std::vector<int32_t> depth(plan_.hops.size(), 1);
     int32_t deepest = 1;
     int64_t longest = 1;
+    int32_t busiest = -1;
     for (size_t i = 0; i < plan_.hops.size(); ++i) {
       const Hop& hop = plan_.hops[i];
       if (hop.after >= 0) depth[i] = depth[static_cast<size_t>(hop.after)] + 1;
@@ -129,11 +130,16 @@ class Rounds {
       for (const int32_t port : {link.out, link.in}) {
         int64_t& time = busy[static_cast<size_t>(port)];
         time += transfer_ns(nbytes(hop), network_.port_rate(port));
-        longest = std::max(longest, time);
+        if (time <= longest) continue;
+        longest = time;
+        busiest = port;
       }
     }
     if (deepest == 1) return longest;
-    const auto overhead = static_cast<double>(options.group_ns + network_.latency_ns());
+    auto overhead = static_cast<double>(options.group_ns + network_.latency_ns());
+    const bool inside = busiest >= 2 * network_.nic_count();  // a host
+    if (inside && options.link_rate > network_.port_rate(busiest))
+      overhead *= static_cast<double>(options.link_rate) / static_cast<double>(network_.port_rate(busiest));
     // sqrt is exact to the last bit under IEEE 754, so all ranks round equally.
     return std::max<int64_t>(1, static_cast<int64_t>(std::sqrt(static_cast<double>(longest) * overhead /
                                                                static_cast<double>(deepest - 1))));

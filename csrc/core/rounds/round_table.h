@@ -12,6 +12,9 @@ struct RoundOptions {
   // The cost of a round apart from its bytes: the launch of a group, and the wait of its ranks for one another.
   // Guessed, not measured. The latency of the topology comes on top.
   int64_t group_ns = 20'000;
+  // Bytes/s that links inside a host really have, as far as known. A plan may count with less, such as the
+  // default of 10 GB/s: then its rounds take less time than it says, and group_ns is more of that time.
+  int64_t link_rate = 0;
   int64_t staging_bytes = kStagingGoal;  // a rank's buffers should stay below this
   int64_t round_ns = 0;                  // most time of a link in one round; 0: from the cost model
 };

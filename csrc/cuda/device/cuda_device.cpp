@@ -25,6 +25,8 @@ void by_key(std::span<const Item> items, const Key& key, const Launch& launch) {
 
 CudaDevice::CudaDevice(int device) : device_(device) {
   const OnDevice here(device_);
+  check_cuda(cudaDeviceGetAttribute(&most_pitch_, cudaDevAttrMaxPitch, device_),
+             "asking for the largest pitch of copies", device_);
   kernels_ = make_stream();
   transfer_ = make_stream();
 }
@@ -122,7 +124,13 @@ std::shared_ptr<std::byte> CudaDevice::allocate(int64_t nbytes) {
           [](std::byte* data) { c10::cuda::CUDACachingAllocator::raw_delete(data); }};
 }
 
-cuda::Target CudaDevice::target(Stream stream) const { return {device_, stream_of(stream), 0}; }
+cuda::Target CudaDevice::target(Stream stream) const {
+  cuda::Target out;
+  out.device = device_;
+  out.stream = stream_of(stream);
+  out.most_pitch = most_pitch_;
+  return out;
+}
 
 void CudaDevice::move_boxes(Stream stream, std::span<const BoxMove> boxes) {
   const OnDevice here(device_);

@@ -62,6 +62,7 @@ class CudaDevice : public RoundDevice {
   const int device_;
   cudaStream_t kernels_ = nullptr;
   cudaStream_t transfer_ = nullptr;
+  int most_pitch_ = 0;
   std::mutex gates_mutex_;  // gates come and go in any thread
   std::vector<cudaStream_t> spare_gates_;
   std::vector<cudaStream_t> gates_;   // all of them

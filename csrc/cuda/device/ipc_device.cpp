@@ -10,41 +10,22 @@
 #include <cuda.h>
 
 #include "cuda/device/cuda_call.h"
+#include "cuda/kernels/driver_function.h"
 
 namespace meshcast {
 namespace {
 
-// Smallest piece of exportable memory: what cudaMalloc gives out in any case.
-constexpr int64_t kLeastBytes = int64_t{2} << 20;
-
 static_assert(sizeof(cudaIpcMemHandle_t) == sizeof(IpcHandle) &&
               sizeof(cudaIpcEventHandle_t) == sizeof(IpcHandle));
 
-// The driver's function, asked for at run time: the import works where there is no driver.
-decltype(&cuPointerGetAttributes) pointer_attributes() {
-  static const auto found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuPointerGetAttributes", &function, 12000,
-                                                                cudaEnableDefault, &result);
-    let_go(status);
-    if (status != cudaSuccess || result != cudaDriverEntryPointSuccess) function = nullptr;
-    return reinterpret_cast<decltype(&cuPointerGetAttributes)>(function);
-  }();
-  return found;
-}
-
 }  // namespace
 
-// Memory of cudaMalloc, which CUDA IPC can export, however torch is set to allocate; and the mapped memory of
-// other processes. One for each GPU and process. Nothing goes back to the GPU: to free what another process has
-// mapped is undefined, and a free waits for all that runs on the GPU, also for a kernel of NCCL that waits for
-// a rank which waits for this one.
+// One for each GPU and process; outlives objects that end when the process exits.
 class CudaIpcDriver::Pool {
  public:
   static Pool& of(int device) {
     static std::mutex mutex;
-    static auto& pools = *new std::map<int, Pool*>;  // outlives objects that end when the process exits
+    static auto& pools = *new std::map<int, Pool*>;
     const std::lock_guard lock(mutex);
     Pool*& pool = pools[device];
     if (pool == nullptr) pool = new Pool(device);
@@ -52,33 +33,16 @@ class CudaIpcDriver::Pool {
   }
 
   IpcMappings mappings;
-
-  std::byte* take(int64_t nbytes) {
-    const auto rounded = rounded_up(nbytes);
-    const std::lock_guard lock(mutex_);
-    const auto found = spare_.lower_bound(rounded);
-    if (found == spare_.end()) return allocate(rounded);
-    std::byte* const out = found->second;
-    sizes_[out] = found->first;
-    spare_.erase(found);
-    return out;
-  }
-  void give(std::byte* data) {
-    const std::lock_guard lock(mutex_);
-    const auto found = sizes_.find(data);
-    spare_.emplace(found->second, data);
-    sizes_.erase(found);
-  }
+  // Memory of cudaMalloc, which CUDA IPC can export, however torch is set to allocate.
+  StagingPool staging;
 
  private:
-  explicit Pool(int device) : device_(device) {}
+  explicit Pool(int device)
+      : staging({[device](int64_t nbytes) { return allocate(device, nbytes); },
+                 [device](std::byte* data) { give_back(device, data); }}) {}
 
-  static int64_t rounded_up(int64_t nbytes) {
-    return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(std::max(nbytes, kLeastBytes))));
-  }
-
-  std::byte* allocate(int64_t nbytes) {
-    const OnDevice here(device_);
+  static std::byte* allocate(int device, int64_t nbytes) {
+    const OnDevice here(device);
     void* out = nullptr;
     cudaError_t status = cudaMalloc(&out, static_cast<size_t>(nbytes));
     if (status == cudaErrorMemoryAllocation) {
@@ -86,26 +50,29 @@ class CudaIpcDriver::Pool {
       c10::cuda::CUDACachingAllocator::emptyCache();
       status = cudaMalloc(&out, static_cast<size_t>(nbytes));
     }
-    check_cuda(status, "allocating memory that other processes can map", device_);
-    sizes_[static_cast<std::byte*>(out)] = nbytes;
+    check_cuda(status, "allocating memory that other processes can map", device);
     return static_cast<std::byte*>(out);
   }
-
-  const int device_;
-  std::mutex mutex_;
-  std::multimap<int64_t, std::byte*> spare_;
-  std::map<std::byte*, int64_t> sizes_;  // of what is in use
+  static void give_back(int device, std::byte* data) noexcept {
+    try {
+      const OnDevice here(device);
+      let_go(cudaFree(data));
+    } catch (const std::exception&) {
+      // CUDA has ended, and its memory with it.
+    }
+  }
 };
 
 CudaIpcDriver::CudaIpcDriver(int device) : device_(device), pool_(Pool::of(device)) {}
 
 std::shared_ptr<std::byte> CudaIpcDriver::allocate_exportable(int64_t nbytes) {
-  return {pool_.take(nbytes), [&pool = pool_](std::byte* data) { pool.give(data); }};
+  return {pool_.staging.take(nbytes), [&pool = pool_](std::byte* data) { pool.staging.give(data); }};
 }
 
 // Segments that torch expands, and memory of cudaMallocAsync, answer that they are not capable.
 std::optional<IpcRange> CudaIpcDriver::exportable(const std::byte* data) {
-  const auto ask = pointer_attributes();
+  static const auto ask =
+      cuda::driver_function<decltype(&cuPointerGetAttributes)>("cuPointerGetAttributes", 12000);
   if (ask == nullptr)
     throw Error(ErrorKind::Generic,
                 "the CUDA driver does not report which memory other processes can map: install "
@@ -157,6 +124,10 @@ std::byte* CudaIpcDriver::open_memory(const IpcHandle& handle) {
 
 IpcMappings& CudaIpcDriver::mappings() { return pool_.mappings; }
 
+StagingPool& CudaIpcDriver::staging() { return pool_.staging; }
+
+StagingPool& ipc_staging(int device) { return CudaIpcDriver(device).staging(); }
+
 void CudaIpcDriver::close_memory(std::byte* base) noexcept {
   try {
     const OnDevice here(device_);
@@ -203,11 +174,31 @@ std::shared_ptr<IpcDevice> IpcDevice::connect(IpcMeeting& meeting, const std::ve
   return out;
 }
 
+std::shared_ptr<IpcProof> IpcDevice::prove(int device) {
+  struct Proof {
+    explicit Proof(int number) : device(new IpcDevice(number)), proof(device->driver_, *device) {}
+    const std::unique_ptr<IpcDevice> device;
+    IpcProof proof;
+  };
+  try {
+    const auto out = std::make_shared<Proof>(device);
+    return {out, &out->proof};
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {  // of torch, where CUDA does not work
+    throw Error(ErrorKind::Generic, error.what());
+  }
+}
+
 IpcDevice::~IpcDevice() { groups_.reset(); }
 
 void IpcDevice::close() noexcept { groups_->close(); }
 
 std::shared_ptr<std::byte> IpcDevice::allocate(int64_t nbytes) { return driver_.allocate_exportable(nbytes); }
+
+void IpcDevice::retire(const std::byte* staging) { groups_->retire(staging); }
+
+bool IpcDevice::rest() { return groups_->rest(); }
 
 GroupOutcome IpcDevice::group_start() {
   groups_->start();
@@ -229,14 +220,12 @@ GroupOutcome IpcDevice::async_error() { return groups_->progress(); }
 
 void IpcDevice::abort() noexcept { groups_->abort(); }
 
-RoundOptions ipc_round_options() {
+RoundOptions ipc_round_options(int64_t staging_bytes) {
   RoundOptions out;
-  // In the time of the plan, which counts with 10 GB/s inside a host by default: there a meeting of some 20 us
-  // is as long as what a GPU copies at a hundred times that rate.
-  out.group_ns = 2'000'000;
-  // A sixth of it in one round and direction, also of messages that need no staging: 43 MiB, which a GPU copies
-  // in about the time of a meeting.
-  out.staging_bytes = int64_t{256} << 20;
+  out.link_rate = 1'000'000'000'000;  // of copies inside a GPU
+  // A sixth of it in one round and direction, also of messages that need no staging: of 256 MiB, 43, which a
+  // GPU copies in about the time of a meeting.
+  out.staging_bytes = staging_bytes;
   return out;
 }
 

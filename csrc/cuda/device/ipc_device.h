@@ -8,6 +8,8 @@
 
 #include "cuda/device/cuda_device.h"
 #include "ipc/ipc_exchange.h"
+#include "ipc/ipc_proof.h"
+#include "ipc/staging_pool.h"
 #include "rounds/round_table.h"
 
 namespace meshcast {
@@ -22,6 +24,7 @@ class CudaIpcDriver final : public IpcDriver {
   std::byte* open_memory(const IpcHandle& handle) override;
   void close_memory(std::byte* base) noexcept override;
   IpcMappings& mappings() override;
+  StagingPool& staging() override;
   std::shared_ptr<std::byte> allocate_exportable(int64_t nbytes) override;
 
   Event make_ipc_event(IpcHandle* handle) override;
@@ -44,6 +47,8 @@ class IpcDevice final : public CudaDevice {
   static std::shared_ptr<IpcDevice> connect(IpcMeeting& meeting, const std::vector<std::string>& addresses,
                                             int32_t rank, int device, TimePoint deadline,
                                             const std::function<void()>& checkpoint);
+  // Of GPU `device` alone. Throws Error.
+  static std::shared_ptr<IpcProof> prove(int device);
   ~IpcDevice() override;
 
   void close() noexcept override;
@@ -51,6 +56,8 @@ class IpcDevice final : public CudaDevice {
   const char* transport() const override { return "cuda_ipc"; }
   bool meets_hosts() const override { return true; }
   std::shared_ptr<std::byte> allocate(int64_t nbytes) override;
+  void retire(const std::byte* staging) override;
+  bool rest() override;
   GroupOutcome group_start() override;
   GroupOutcome send(const std::byte* data, int64_t nbytes, int32_t peer, Stream stream) override;
   GroupOutcome recv(std::byte* data, int64_t nbytes, int32_t peer, Stream stream) override;
@@ -62,12 +69,15 @@ class IpcDevice final : public CudaDevice {
   explicit IpcDevice(int device) : CudaDevice(device), driver_(device) {}
 
   CudaIpcDriver driver_;
-  std::unique_ptr<IpcExchange> groups_;
+  std::unique_ptr<IpcExchange> groups_;  // null where the device is only that of a proof
 };
 
 // How plans are cut into rounds for it: fewer and larger ones than for NCCL, since the hosts of all ranks of a
-// round have to meet. Guessed, not measured.
-RoundOptions ipc_round_options();
+// round have to meet. Guessed, not measured. staging_bytes: of a lane.
+RoundOptions ipc_round_options(int64_t staging_bytes);
+
+// The staging of this process on GPU `device` over CUDA IPC.
+StagingPool& ipc_staging(int device);
 
 // Why this process cannot use CUDA IPC on GPU `device`, with what to do; empty where it can. Tries it.
 std::string cuda_ipc_obstacle(int device);

@@ -1,7 +1,10 @@
 #include "cuda/device/nccl_device.h"
 
+#include <atomic>
 #include <chrono>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <utility>
 
@@ -30,15 +33,31 @@ std::future<void> abort_aside(const NcclLibrary& nccl, ncclComm_t comm, int devi
   return out;
 }
 
+// By GPU: the blocks of all communicators of this process.
+std::atomic<int>& blocks_on(int device) {
+  static std::mutex mutex;
+  static auto& all = *new std::map<int, std::atomic<int>>;  // outlives objects that end when the process exits
+  const std::lock_guard lock(mutex);
+  return all[device];
+}
+
 }  // namespace
+
+int nccl_blocks_left(int device) {
+  int multiprocessors = 0;
+  check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+             "asking for the multiprocessors", device);
+  return multiprocessors - blocks_on(device);
+}
 
 std::shared_ptr<NcclDevice> NcclDevice::connect(const NcclMeeting& meeting, int device, TimePoint deadline,
                                                 const std::function<void()>& checkpoint) {
-  std::shared_ptr<NcclDevice> out(new NcclDevice(NcclLibrary::get(), device));
+  std::shared_ptr<NcclDevice> out(new NcclDevice(NcclLibrary::get(), device, meeting.blocks));
   const OnDevice here(device);
   cuda::load_kernels(device);  // before anything on the GPU waits for another rank
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
+  config.maxCTAs = meeting.blocks;  // NCCL_MAX_CTAS comes before it
   try {
     out->meet(meeting, &config, deadline, checkpoint);
   } catch (...) {
@@ -74,11 +93,15 @@ void NcclDevice::meet(const NcclMeeting& meeting, ncclConfig_t* config, TimePoin
   }
 }
 
-NcclDevice::NcclDevice(const NcclLibrary& nccl, int device) : CudaDevice(device), nccl_(nccl) {}
+NcclDevice::NcclDevice(const NcclLibrary& nccl, int device, int blocks)
+    : CudaDevice(device), nccl_(nccl), blocks_(blocks) {
+  blocks_on(device) += blocks_;
+}
 
 NcclDevice::~NcclDevice() {
   close();
   if (aborted_.valid()) aborted_.wait_for(kAbortLimit);
+  blocks_on(device()) -= blocks_;
 }
 
 void NcclDevice::close() noexcept {

@@ -17,6 +17,7 @@ namespace meshcast {
 namespace {
 
 constexpr auto kTick = std::chrono::milliseconds(1);
+constexpr auto kRest = std::chrono::milliseconds(500);  // between looks at staging that is not needed
 constexpr auto kLook = std::chrono::milliseconds(200);  // between looks at the board while ranks connect
 
 // The types of a tensor that is not cast: that of either end.
@@ -88,28 +89,30 @@ GpuGroupCore::GpuGroupCore(std::shared_ptr<GroupCore> control, const std::shared
 
 GpuGroupCore::~GpuGroupCore() { shutdown(); }
 
-void GpuGroupCore::connect(int32_t lane, const std::string& unique_id, double timeout_seconds) {
+void GpuGroupCore::connect(int32_t lane, const std::string& unique_id, int blocks, const RoundOptions& options,
+                           double timeout_seconds) {
   NcclMeeting meeting;
   if (unique_id.size() != sizeof(meeting.id.internal))
     throw LayoutError(fmt::format("the id of a communicator has {} bytes, found {}",
                                   sizeof(meeting.id.internal), unique_id.size()));
   std::memcpy(meeting.id.internal, unique_id.data(), unique_id.size());
+  meeting.blocks = blocks;
   meeting.ranks = static_cast<int>(identity_.ranks.size());
-  add_lane(lane, timeout_seconds, {}, [&](int32_t rank, TimePoint deadline, const auto& checkpoint) {
+  add_lane(lane, timeout_seconds, options, [&](int32_t rank, TimePoint deadline, const auto& checkpoint) {
     meeting.rank = rank;
     return NcclDevice::connect(meeting, device_, deadline, checkpoint);
   });
 }
 
 void GpuGroupCore::connect_ipc(int32_t lane, IpcMeeting& meeting, const std::vector<std::string>& addresses,
-                               double timeout_seconds) {
+                               int64_t staging_bytes, double timeout_seconds) {
   if (addresses.size() != identity_.ranks.size())
     throw LayoutError(
         fmt::format("{} ranks need as many addresses, found {}", identity_.ranks.size(), addresses.size()));
   const auto connect = [&](int32_t rank, TimePoint deadline, const auto& checkpoint) {
     return IpcDevice::connect(meeting, addresses, rank, device_, deadline, checkpoint);
   };
-  add_lane(lane, timeout_seconds, ipc_round_options(), connect);
+  add_lane(lane, timeout_seconds, ipc_round_options(staging_bytes), connect);
 }
 
 void GpuGroupCore::add_lane(int32_t lane, double timeout_seconds, const RoundOptions& options,
@@ -260,12 +263,12 @@ void GpuGroupCore::poll_loop() {
   while (!poll_stopping_) {
     const uint64_t seen = begun_;
     lock.unlock();
-    bool more = false;
+    Next next = Next::Call;
     try {
-      more = poll_once();
+      next = poll_once();
     } catch (const std::bad_alloc& error) {  // of this poll: a later one sees the work on the GPU end
       abort(fmt::format("no memory to look after the GPU with: {}", error.what()));
-      more = true;
+      next = Next::Soon;
     } catch (const std::exception& error) {
       // The GPU is lost to this process: nothing that runs there will be seen to end.
       abort(error.what());
@@ -274,20 +277,30 @@ void GpuGroupCore::poll_loop() {
     }
     lock.lock();
     const auto woken = [&] { return poll_stopping_ || begun_ != seen; };
-    if (more)
+    if (next == Next::Soon)
       poll_changed_.wait_for(lock, kTick, [&] { return poll_stopping_; });
+    else if (next == Next::Rest)
+      poll_changed_.wait_for(lock, kRest, woken);
     else
       poll_changed_.wait(lock, woken);
   }
 }
 
-bool GpuGroupCore::poll_once() {
+GpuGroupCore::Next GpuGroupCore::poll_once() {
+  const TimePoint now = Clock::now();
+  const bool looks = now - last_rest_ >= kRest;  // it asks the sockets of all peers
+  if (looks) last_rest_ = now;
   bool more = false;
+  bool rests = !looks;
   for (const auto& engine : engines()) {
     engine->poll(Clock::now());
     more = more || !engine->idle();
+    if (looks) rests = engine->rest(now) || rests;
   }
-  return more;
+  if (more) return Next::Soon;
+  if (rests) return Next::Rest;
+  ipc_staging(device_).trim();  // without any lock: it may wait for all that runs on the GPU
+  return Next::Call;
 }
 
 void GpuGroupCore::shutdown() {
@@ -322,6 +335,7 @@ void GpuGroupCore::shutdown() {
   }
   lanes.clear();
   bin_->empty();
+  ipc_staging(device_).trim();
 }
 
 std::string nccl_unique_id() {

@@ -43,12 +43,14 @@ class GpuGroupCore final : public GroupBase {
   ~GpuGroupCore() override;
 
   // Makes the communicator of a lane together with all ranks of the group, which call this in one order with
-  // one `unique_id`. Blocks. Throws DeadlineExceeded, Aborted with the first cause, or an error of NCCL.
-  void connect(int32_t lane, const std::string& unique_id, double timeout_seconds);
+  // one `unique_id`, `blocks` of NcclMeeting and `options` of its rounds. Blocks.
+  // Throws DeadlineExceeded, Aborted with the first cause, or an error of NCCL.
+  void connect(int32_t lane, const std::string& unique_id, int blocks, const RoundOptions& options,
+               double timeout_seconds);
 
   // The same over CUDA IPC, for ranks that are all on this host. `addresses`: of all ranks' meetings.
   void connect_ipc(int32_t lane, IpcMeeting& meeting, const std::vector<std::string>& addresses,
-                   double timeout_seconds);
+                   int64_t staging_bytes, double timeout_seconds);
 
   // Enqueues the transfer behind `after`, an event of this GPU, and returns. Waits for other ranks only while
   // NCCL connects them, at the first calls; over CUDA IPC a thread enqueues it later, and the wait() of its
@@ -78,7 +80,8 @@ class GpuGroupCore final : public GroupBase {
   Lane lane_of(int32_t number) const;
   Error connect_error(ErrorKind kind, const std::string& text, double limit) const;
   void poll_loop();
-  bool poll_once();  // returns whether there is more to come
+  enum class Next : uint8_t { Soon, Rest, Call };  // when to poll again
+  Next poll_once();
 
   const std::shared_ptr<GroupCore> control_;
   const std::shared_ptr<RecycleBin> bin_ = std::make_shared<RecycleBin>();
@@ -95,6 +98,7 @@ class GpuGroupCore final : public GroupBase {
   std::condition_variable poll_changed_;
   uint64_t begun_ = 0;  // runs so far
   bool poll_stopping_ = false;
+  TimePoint last_rest_;  // of the poller alone
   std::thread poller_;
 };
 

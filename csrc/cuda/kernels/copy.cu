@@ -24,7 +24,7 @@ void copy_plainly(const CopyNest& nest, Route route, const Target& target) {
 void copy_boxes(std::span<const BoxPair> pairs, const Target& target) {
   const bool alone = pairs.size() == 1;
   launch(pairs, CopyOp{}, target, "the copy kernel", [&](const CopyNest& nest) {
-    const Route route = route_of(nest);
+    const Route route = route_of(nest, target.most_pitch);
     if (route == Route::Kernel) return true;
     const int64_t rows = route == Route::Pitched ? nest.extent[0] : 1;
     if (!alone && nest.run * rows < kOwnCallBytes) return true;

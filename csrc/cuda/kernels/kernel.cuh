@@ -43,10 +43,16 @@ void launch_tables(std::span<const BoxPair> pairs, const Op& op, const Target& t
   });
 }
 
+// Has CUDA load a kernel now, and not at its first launch, as it otherwise does (CUDA_MODULE_LOADING).
+void load_function(cudaFunction_t function, const char* what, const Target& target);
+
 template <class Op, class Table>
 void load_kernel(const Target& target, const char* what) {
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, box_kernel<Op, Table>), what, target);
+  cudaFunction_t function = nullptr;
+  check(cudaGetFuncBySymbol(&function, reinterpret_cast<const void*>(box_kernel<Op, Table>)), what, target);
+  load_function(function, what, target);
 }
 
 // Small tables while they hold all pairs: a launch costs more the larger its parameters are. Copies, of which

@@ -17,8 +17,9 @@ namespace meshcast::cuda {
 struct Target {
   int device = 0;  // holds both sides, or can reach them
   cudaStream_t stream = nullptr;
-  int most_blocks = 0;     // of a kernel, to leave the GPU to others; 0: as many as there is work for
-  bool load_only = false;  // see load_kernels()
+  int64_t most_pitch = kMostPitch;  // of rows in copies, as the GPU says
+  int most_blocks = 0;              // of a kernel, to leave the GPU to others; 0: as many as there is work for
+  bool load_only = false;           // see load_kernels()
 };
 
 // to = from, byte by byte; the elements of a pair have one size, any size. Pack and unpack are the cases where

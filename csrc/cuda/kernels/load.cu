@@ -1,6 +1,23 @@
+#include <cuda.h>
+
+#include "cuda/kernels/driver_function.h"
 #include "cuda/kernels/kernel.cuh"
 
 namespace meshcast::cuda {
+
+void load_function(cudaFunction_t function, const char* what, const Target& target) {
+  static const auto load = driver_function<decltype(&cuFuncLoad)>("cuFuncLoad", 12040);
+  static const auto ask = driver_function<decltype(&cuFuncIsLoaded)>("cuFuncIsLoaded", 12040);
+  if (load == nullptr || ask == nullptr) return;  // an older driver loads it where its attributes are asked for
+  CUfunctionLoadingState state = CU_FUNCTION_LOADING_STATE_UNLOADED;
+  CUresult result = load(function);
+  if (result == CUDA_SUCCESS) result = ask(&state, function);
+  if (result == CUDA_SUCCESS && state == CU_FUNCTION_LOADING_STATE_LOADED) return;
+  throw Error(ErrorKind::Generic,
+              fmt::format("the driver did not load {} on CUDA device {} (error {}), and would load it in the "
+                          "middle of a call: set CUDA_MODULE_LOADING=EAGER before the program starts",
+                          what, target.device, static_cast<int>(result)));
+}
 
 void load_kernels(int device) {
   Target target;

@@ -102,6 +102,15 @@ BROADCAST_BYTES = Setting(
     "Broadcasts of so many bytes and more are multicasts, smaller ones gloo's (backend.md).",
     limits=(1, (1 << 63) - 1),
 )
+CUDA_STAGING_MB = Setting(
+    "MESHCAST_CUDA_STAGING_MB",
+    "0",
+    f"a number of MiB up to {1 << 20}; 0 stands for a quarter of what is free on the GPU",
+    "a group first moves tensors on GPUs",
+    "The most GPU memory that one process has as staging for CUDA IPC, in MiB; ranks that share a GPU share "
+    "that quarter (cuda.md).",
+    limits=(0, 1 << 20),
+)
 CUDA_TRANSPORT = Setting(
     "MESHCAST_CUDA_TRANSPORT",
     "auto",
@@ -195,8 +204,8 @@ WAIT_NOTICE = Setting(
 )
 
 ALL = (
-    BROADCAST_BYTES, CUDA_TRANSPORT, FLIGHT_RECORD, HOST_ID, HUGE_PAGES, IFNAMES, LOG, SHM, SHM_MB, TRANSPORT,
-    UCX, WAIT_NOTICE,
+    BROADCAST_BYTES, CUDA_STAGING_MB, CUDA_TRANSPORT, FLIGHT_RECORD, HOST_ID, HUGE_PAGES, IFNAMES, LOG, SHM,
+    SHM_MB, TRANSPORT, UCX, WAIT_NOTICE,
 )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ _VERDICTS = (
     ("calls between hosts", "meshcast works inside this host, but its calls between hosts fail"),
 )
 _ON_HOST, _APART = "on one host", "between hosts"  # calls that are tried
+_ON_GPU = "on one GPU"  # where there is one
 _IMPORT_SECONDS, _CALL_SECONDS = 120, 60  # in which the process of the calls ends itself
 _FOLLOWS = ("AbortedError", "PeerLostError")  # raised because another rank raised
 _WORKS = "meshcast works here"
@@ -57,8 +58,8 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Print versions, backends, devices, network links, and what will not work here, and why. Two ranks make
-    a small call each on one host and as between two, with the environment as it is. Exit status 1 where calls
-    fail."""
+    a small call each on one host and as between two, with the environment as it is; where there is a GPU they
+    also open each other's memory on it. Exit status 1 where calls fail."""
     report = examine()
     print(json.dumps(report, indent=2) if arguments.json else render(report))
     return 0 if report["verdict"].startswith(_WORKS) else 1
@@ -197,12 +198,35 @@ def _calls(problems: list[str], trial: _Trial) -> dict[str, str]:
     if not verdict(problems).startswith(_WORKS):
         return {_ON_HOST: "fails", _APART: "fails"}
     for call, start in ((_ON_HOST, "every call"), (_APART, "calls between hosts")):
-        errors = results.get(call, [("", f"a call of two ranks did not end in {_CALL_SECONDS} s")])
-        if errors:
-            first = next((error for error in errors if error[0] not in _FOLLOWS), errors[0])
-            problems.append(f"{start}: {_with_variables(first[1])}")
+        if error := _first_error(results, call, "a call of two ranks"):
+            problems.append(f"{start}: {_with_variables(error)}")
             return {_ON_HOST: "works" if call == _APART else "fails", _APART: "fails"}
-    return {_ON_HOST: "works", _APART: "works"}
+    facts = {_ON_HOST: "works", _APART: "works"}
+    if _has_gpu_code() and _gpus():
+        error = _first_error(results, _ON_GPU, "opening each other's GPU memory")
+        facts[_ON_GPU] = "fails" if error else "works"
+        if error:
+            problems.append(
+                f"CUDA IPC between ranks of this host: {error}; ranks with a GPU each use NCCL, and those "
+                "that share one need NCCL 2.30.3"
+            )
+    return facts
+
+
+def _first_error(results: dict[str, list[tuple[str, str]]], call: str, what: str) -> str:
+    errors = results.get(call, [("", f"{what} did not end in {_CALL_SECONDS} s")])
+    return next((error for error in errors if error[0] not in _FOLLOWS), errors[0])[1] if errors else ""
+
+
+def _has_gpu_code() -> bool:
+    info = _PACKAGE / "_build_info.py"
+    return info.exists() and bool(runpy.run_path(str(info))["with_cuda"])
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _with_variables(error: str) -> str:
@@ -213,8 +237,8 @@ def _with_variables(error: str) -> str:
 
 def make_calls() -> None:
     """Moves a tensor from one rank to another, which this process forks: on one host, then as between two.
-    Prints a line of JSON for each call and rank: its name, and where it fails type and text of the error.
-    Ends the process."""
+    Where there is a GPU, they then open each other's memory on it. Prints a line of JSON for each call and
+    rank: its name, and where it fails type and text of the error. Ends the process."""
     port, written = os.pipe()
     child = os.fork()
     signal.alarm(_CALL_SECONDS)
@@ -225,6 +249,10 @@ def make_calls() -> None:
         for call in (_ON_HOST, _APART):
             store = store or _store(rank, port, written)
             _move(rank, call, store)
+            _print([call])
+        if _has_gpu_code() and _gpus():
+            call = _ON_GPU
+            _open(rank, store)
             _print([call])
     except Exception as error:
         _print([call, type(error).__name__, " ".join(str(error).split())])
@@ -266,6 +294,21 @@ def _move(rank: int, call: str, store: Any) -> None:
     if rank and not torch.equal(x, y):
         raise meshcast.MeshcastError("another value arrived than was sent")
     dist.destroy_process_group()
+
+
+def _open(rank: int, store: Any) -> None:
+    """Opens GPU memory of the other rank, as ranks do that meet over CUDA IPC."""
+    from meshcast.errors import MeshcastError
+    from meshcast.transfers.gpu import own_proof
+
+    proof, mine = own_proof(0)
+    store.set(f"card of {rank}", mine.card)
+    theirs = store.get(f"card of {1 - rank}")
+    problem = mine.problem or (theirs and proof.check(theirs, _CALL_SECONDS / 6))
+    store.set(f"tried by {rank}", "")
+    store.get(f"tried by {1 - rank}")  # the other's proof is kept until then
+    if problem:
+        raise MeshcastError(problem)
 
 
 def _compiler() -> str:
@@ -340,13 +383,12 @@ def _devices(problems: list[str]) -> dict[str, str]:
     import torch
 
     facts = {"cpu": f"{len(os.sched_getaffinity(0))} cores for this process, {platform.machine()}"}
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = _gpus()
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)
         capability = f"sm_{properties.major}{properties.minor}"
         facts[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {capability}"
-    info = _PACKAGE / "_build_info.py"
-    if not info.exists() or not runpy.run_path(str(info))["with_cuda"]:
+    if not _has_gpu_code():
         problems.append("transfers of tensors on a GPU: this build of meshcast has no CUDA code")
     elif count == 0:
         problems.append("transfers of tensors on a GPU: torch sees no CUDA device")

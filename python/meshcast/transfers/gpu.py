@@ -6,8 +6,10 @@ call."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
@@ -33,10 +35,14 @@ __all__ = [
     "SHARING_SWITCH",
     "TRANSPORT_SWITCH",
     "attach_gpu",
+    "blocks_of",
     "choose_transport",
     "connect_lanes",
     "gpu_of",
     "own_offer",
+    "own_proof",
+    "staging",
+    "staging_of",
 ]
 
 
@@ -56,8 +62,11 @@ SHARING_SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"
 class GpuOffer:
     """One rank's GPU. device: its index in that process; uuid: of the GPU itself; nccl: version, "2.28.9";
     may_share: NCCL is set to let ranks share a GPU; wants: the transport asked for, "auto", "nccl" or
-    "cuda_ipc"; reaches: uuids of the other GPUs whose memory it can read. no_nccl, no_ipc: why it cannot use
-    that transport. obstacle: why this rank cannot take part at all, the rest is then empty."""
+    "cuda_ipc"; reaches: uuids of the other GPUs whose memory it can read; blocks: multiprocessors on which no
+    communicator of its process counts; link_rate: bytes/s of its NVLinks, 0 where unknown; free, staging:
+    bytes of its memory that are free, and that its process may use as staging (0: a part of the former).
+    no_nccl, no_ipc: why it cannot use that transport. obstacle: why this rank cannot take part at all, the
+    rest is then empty."""
 
     host: str = ""
     device: int = -1
@@ -67,6 +76,10 @@ class GpuOffer:
     may_share: bool = False
     wants: str = AUTO
     reaches: tuple[str, ...] = ()
+    blocks: int = 0
+    link_rate: int = 0
+    free: int = 0
+    staging: int = 0
     no_nccl: str = ""
     no_ipc: str = ""
     obstacle: str = ""
@@ -95,6 +108,10 @@ def own_offer(device: int) -> GpuOffer:
             may_share=os.environ.get(SHARING_SWITCH) == "1",
             wants=wanted,
             reaches=_reachable(device),
+            blocks=_C.nccl_blocks_left(device),
+            link_rate=_nvlink_rate(str(properties.uuid)),
+            free=torch.cuda.mem_get_info(device)[0],
+            staging=settings.CUDA_STAGING_MB.integer() << 20,
             no_nccl=no_nccl,
             no_ipc="" if wanted == NCCL else _C.cuda_ipc_obstacle(device),  # it takes memory of the GPU
         )
@@ -120,7 +137,41 @@ def _reachable(device: int) -> tuple[str, ...]:
     )
 
 
+# Bytes/s of one link in one direction, by generation.
+_NVLINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
+_MOST_NVLINKS = 18
+
+
+def _nvlink_rate(uuid: str) -> int:
+    """Bytes/s of all NVLinks of a GPU together, in one direction, as NVML knows them; 0 where it is missing
+    or knows none."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    gpu, number, rate = ctypes.c_void_p(), ctypes.c_uint(), 0.0
+    if nvml.nvmlInit_v2() != 0:
+        return 0
+    try:
+        name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+        if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(gpu)) != 0:
+            return 0
+        for link in range(_MOST_NVLINKS):
+            if nvml.nvmlDeviceGetNvLinkState(gpu, link, ctypes.byref(number)) != 0 or number.value != 1:
+                continue
+            if nvml.nvmlDeviceGetNvLinkVersion(gpu, link, ctypes.byref(number)) == 0:
+                rate += _NVLINK_RATES.get(number.value, max(_NVLINK_RATES.values()))
+    finally:
+        nvml.nvmlShutdown()
+    return int(rate)
+
+
 _OP = "connect"
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_PROOF_SECONDS = 10.0  # ranks that share a GPU take turns on it
+_NAMESPACES = (
+    "containers of one host need one IPC and one PID namespace for it (docker run --ipc=host --pid=host)"
+)
 _SHARING = (2, 30, 3)  # the first NCCL that can serve several ranks on one GPU
 
 
@@ -154,6 +205,53 @@ def choose_transport(offers: Mapping[int, GpuOffer], rank: int) -> str:
         return CUDA_IPC
     _refuse_nccl(offers, rank, "" if obstacle is None else obstacle[1])
     return NCCL
+
+
+# Of a lane at most, and at least; of a process at least: bytes.
+_LANE_STAGING, _LEAST_LANE_STAGING, _LEAST_STAGING = 256 << 20, 8 << 20, 512 << 20
+_MOST_BLOCKS = 16  # that drive a few NVLinks; not measured
+_LANES = 8  # that find room at a time
+
+
+def staging_of(offers: Mapping[int, GpuOffer]) -> tuple[int, dict[int, int]]:
+    """Bytes of staging: the goal for each lane, by which all ranks cut plans into rounds, and the limit of
+    each rank. A process that names none may use a quarter of what is free on its GPU, which it shares with
+    the other ranks there."""
+    sharing = Counter((offer.host, offer.uuid) for offer in offers.values())
+    limits = {
+        rank: offer.staging or max(offer.free // 4 // sharing[offer.host, offer.uuid], _LEAST_STAGING)
+        for rank, offer in offers.items()
+    }
+    goal = min(limits.values()) // _LANES
+    return min(max(goal, _LEAST_LANE_STAGING), _LANE_STAGING), limits
+
+
+def blocks_of(offers: Mapping[int, GpuOffer], lanes: int) -> list[int]:
+    """The most blocks of a kernel of NCCL, for each of so many new communicators: powers of two, as NCCL
+    rounds them, so that the kernels of all communicators of a process fit on its GPU at once. Each takes at
+    most half of what is left."""
+    left = min(offer.blocks for offer in offers.values())
+    found = []
+    for _ in range(lanes):
+        half = max(left // 2, 1)
+        found.append(min(1 << half.bit_length() - 1, _MOST_BLOCKS))
+        left -= found[-1]
+    if left < 0:
+        log.warning(
+            "more communicators of NCCL than fit on a GPU at once: calls of several groups may wait for one "
+            "another unless all ranks make them in one order; use fewer groups"
+        )
+    return found
+
+
+def staging(device: int | None = None) -> dict[str, int]:
+    """Figures of this process's staging for CUDA IPC on a GPU, by default the current one; that of NCCL is in
+    `torch.cuda.memory_stats`.
+
+    In bytes: `limit`, `in_use`, `spare` (which serves the next call, or returns to the GPU) and `peak` (of
+    `in_use`). Counts: `allocations` of the GPU, and blocks that were `returned` to it.
+    """
+    return dict(_C.cuda_staging(torch.cuda.current_device() if device is None else device))
 
 
 def _ipc_obstacle(offers: Mapping[int, GpuOffer]) -> tuple[int, str] | None:
@@ -230,10 +328,12 @@ _KEY = "gpu"  # among what is attached to a group
 class CudaLanes:
     """The communicators of a group by lane, all on GPU `device` of this process. Only commands touch them."""
 
-    def __init__(self, core: Any, device: int, transport: str) -> None:
+    def __init__(self, core: Any, device: int, transport: str, staging_bytes: int, link_rate: int) -> None:
         self.core = core
         self.device = device
         self.transport = transport  # "nccl" or "cuda_ipc": all lanes have one
+        self.staging_bytes = staging_bytes  # goal for each lane
+        self.link_rate = link_rate  # bytes/s between GPUs of a host, 0: unknown
         self.lanes: set[int] = set()
 
     def abort(self, reason: str) -> None:
@@ -271,6 +371,19 @@ class _Part(NamedTuple):
     ids: tuple[bytes, ...]
 
 
+class _Proof(NamedTuple):
+    """The card of a rank, for others to try. problem: why it has none."""
+
+    card: bytes
+    problem: str = ""
+
+
+class _Tried(NamedTuple):
+    """Why a rank cannot open what another has shown; empty where it can open all of it."""
+
+    problem: str = ""
+
+
 class _Addresses(NamedTuple):
     """The sockets at which a rank awaits the others, by lane."""
 
@@ -304,22 +417,35 @@ def connect_lanes(
             ids = [_C.nccl_unique_id() for _ in missing]
         except MeshcastError as error:
             offer = replace(offer, no_nccl=str(error))
-    try:
-        gathered = _gather(group, control, topic, _Part(offer, tuple(ids)), deadline)
-    except MeshcastError as error:
-        control.abort(str(error))  # the ranks no longer count calls the same way
-        raise
-    transport = choose_transport({rank: said.offer for rank, said in gathered.items()}, group.rank)
+    gathered = _gather(group, control, topic, _Part(offer, tuple(ids)), deadline)
+    offers = {rank: said.offer for rank, said in gathered.items()}
+    transport = choose_transport(offers, group.rank)
+    if transport == NCCL and os.environ.get(_QUEUES) == "1":
+        log.warning(
+            "rank %d: %s=1 puts all streams into one queue: calls of several groups and lanes over NCCL wait "
+            "for one another unless all ranks make them in one order",
+            group.rank,
+            _QUEUES,
+        )
     if gpu is None:
+        if transport == CUDA_IPC:
+            offers = _tried(group, control, offers, f"{topic}/proof", deadline)
+            transport = choose_transport(offers, group.rank)
         core = _C.GpuGroupCore(
             control, group.control, list(group.ranks), group.rank, group.name, place.device
         )
-        gpu = CudaLanes(core, place.device, transport)
+        goal, limits = staging_of(offers)
+        if offers[group.rank].staging or not _C.cuda_staging(place.device)["limit"]:
+            _C.limit_cuda_staging(place.device, limits[group.rank])
+        slowest = min(offer.link_rate for offer in offers.values())
+        gpu = CudaLanes(core, place.device, transport, goal, slowest)
         attach_gpu(group, gpu)
     try:
         if gpu.transport == NCCL:
-            for lane, unique in zip(missing, gathered[group.ranks[0]].ids, strict=True):
-                gpu.core.connect(lane, unique, max(deadline - time.monotonic(), 1e-3))
+            blocks = blocks_of(offers, len(missing))
+            for lane, unique, most in zip(missing, gathered[group.ranks[0]].ids, blocks, strict=True):
+                left = max(deadline - time.monotonic(), 1e-3)
+                gpu.core.connect(lane, unique, most, gpu.staging_bytes, gpu.link_rate, left)
                 gpu.lanes.add(lane)
         else:
             _connect_ipc(group, control, gpu, missing, f"{topic}/{CUDA_IPC}", deadline)
@@ -333,6 +459,49 @@ def connect_lanes(
         gpu.transport,
         missing,
     )
+
+
+def _tried(
+    group: PrivateGroup,
+    control: _C.GroupCore,
+    offers: Mapping[int, GpuOffer],
+    topic: str,
+    deadline: float,
+) -> dict[int, GpuOffer]:
+    """The offers after every rank has tried to open memory and an event of every other. A driver exports both
+    in any container, but opens only what belongs to its own namespaces."""
+    proof, mine = own_proof(offers[group.rank].device)
+    shown = _gather(group, control, topic, mine, deadline)
+    problem = mine.problem
+    for rank, (card, theirs) in sorted(shown.items()):
+        if problem or theirs or rank == group.rank:
+            continue
+        found = proof.check(card, min(max(deadline - time.monotonic(), 1e-3), _PROOF_SECONDS))
+        if found:
+            problem = f"the GPU memory of rank {rank} cannot be opened: {found}; {_NAMESPACES}"
+    # Each keeps its proof until all have tried it.
+    verdicts = _gather(group, control, f"{topic}/found", _Tried(problem), deadline)
+    changed = {
+        rank: replace(offers[rank], no_ipc=said.problem) for rank, said in verdicts.items() if said.problem
+    }
+    for rank, offer in sorted(changed.items())[:1]:
+        log.warning(
+            "rank %d: CUDA IPC cannot connect the GPUs of ranks %s: on rank %d, %s",
+            group.rank,
+            group.name,
+            rank,
+            offer.no_ipc,
+        )
+    return {**offers, **changed}
+
+
+def own_proof(device: int) -> tuple[Any, _Proof]:
+    """Memory of GPU `device` that other processes can try to open, and its card."""
+    try:
+        proof = _C.IpcProof(device)
+        return proof, _Proof(proof.card)
+    except Exception as error:  # of CUDA; the other ranks must learn of it
+        return None, _Proof(b"", str(error))
 
 
 def _connect_ipc(
@@ -349,12 +518,13 @@ def _connect_ipc(
     gathered = _gather(group, control, topic, addresses, deadline)
     for number, (lane, meeting) in enumerate(zip(lanes, meetings, strict=True)):
         of_lane = [gathered[rank].of_lanes[number] for rank in group.ranks]
-        gpu.core.connect_ipc(lane, meeting, of_lane, max(deadline - time.monotonic(), 1e-3))
+        left = max(deadline - time.monotonic(), 1e-3)
+        gpu.core.connect_ipc(lane, meeting, of_lane, gpu.staging_bytes, left)
         gpu.lanes.add(lane)
 
 
 def _gather(group: PrivateGroup, control: _C.GroupCore, topic: str, mine: T, deadline: float) -> dict[int, T]:
-    """Posts what this rank says, and returns what all of them said."""
+    """Posts what this rank says, and returns what all said. Ends the group where a rank is missing."""
 
     def check() -> None:
         cause = control.error() or group.posted_cause()
@@ -366,8 +536,12 @@ def _gather(group: PrivateGroup, control: _C.GroupCore, topic: str, mine: T, dea
         f"rank {group.rank}: ranks {{missing}} did not come to connect their GPUs within {{elapsed}} s "
         "(stuck elsewhere, or dead)"
     )
-    group.conversation.say(topic, pack(mine))
-    said = group.conversation.hear(topic, group.ranks, deadline, late, "connect", "connect", check)
+    try:
+        group.conversation.say(topic, pack(mine))
+        said = group.conversation.hear(topic, group.ranks, deadline, late, "connect", "connect", check)
+    except MeshcastError as error:
+        control.abort(str(error))  # the ranks no longer count calls the same way
+        raise
     return {rank: unpack(type(mine), text) for rank, text in said.items()}
 
 

@@ -85,6 +85,11 @@ TEST_CASE("dimensions are merged, and what is left decides the route", "[cuda]")
   CHECK(route_of(nest({from, 2, 4, {4, 1024}, {8192, 4}})) == Route::Pitched);
   CHECK(route_of(nest({from, 2, 4, {4, 1024}, {int64_t{1} << 31, 4}})) == Route::Kernel);
   CHECK(route_of(nest({from, 2, 4, {4, 1024}, {0, 4}})) == Route::Kernel);  // a row repeated
+  // A GPU whose copy engine takes less.
+  const CopyNest rows = nest({from, 2, 4, {4, 1024}, {8192, 4}});
+  CHECK(route_of(rows, 8192) == Route::Pitched);
+  CHECK(route_of(rows, 8191) == Route::Kernel);
+  CHECK(route_of(dense, 1) == Route::Flat);
 
   // Loops follow the destination's memory, whatever the order of the dimensions.
   const StridedView view{from, 2, 4, {8, 16}, {4, 64}};

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "ipc/ipc_exchange.h"
+#include "ipc/staging_pool.h"
 #include "rounds/device.h"
 #include "rounds/fake_device.h"
 #include "rounds/world.h"
@@ -50,9 +52,13 @@ struct FakeHost {
   std::set<RoundDevice::Event> dropped;            // events that their rank has freed, by the numbers of others
   uint64_t ids = 0;
   std::map<int32_t, IpcMappings> mappings;  // of each rank, whatever its lanes
+  std::map<int32_t, std::unique_ptr<StagingPool>> staging;
+  std::map<std::byte*, std::unique_ptr<std::byte[]>> pool_memory;  // what the pools have of the GPU
   int64_t opened = 0;
-  int64_t already = 0;  // times that memory could not be mapped, since what lay there before was
-  int64_t bounced = 0;  // copies out of what cannot be exported
+  int64_t already = 0;       // times that memory could not be mapped, since what lay there before was
+  int64_t bounced = 0;       // copies out of what cannot be exported
+  bool apart = false;        // ranks are in namespaces of their own: CUDA opens no events of others, and
+  bool memory_apart = true;  // no memory either
   // A mutation of the protocol, which tests must see: waits for such an event of a peer are not enqueued.
   enum class Lost : uint8_t { None, Ready, Copied } lost = Lost::None;
 
@@ -63,6 +69,23 @@ struct FakeHost {
   void free(std::byte* base) {
     const std::lock_guard lock(mutex);
     allocations.erase(base);
+  }
+  StagingPool::Memory pooled() {
+    return {[this](int64_t nbytes) {
+              auto memory = std::make_unique<std::byte[]>(static_cast<size_t>(nbytes));
+              std::byte* const out = memory.get();
+              allocate(out, nbytes, true);
+              const std::lock_guard lock(mutex);
+              pool_memory[out] = std::move(memory);
+              return out;
+            },
+            [this](std::byte* base) {
+              const std::lock_guard lock(mutex);
+              for (const auto& [where, count] : mapped)
+                if (where.second == base && count > 0) cluster.mistakes.emplace_back("mapped memory was freed");
+              allocations.erase(base);
+              pool_memory.erase(base);
+            }};
   }
 };
 
@@ -89,6 +112,7 @@ class FakeIpcDriver final : public IpcDriver {
   }
   std::byte* open_memory(const IpcHandle& handle) override {
     const std::lock_guard lock(host_.mutex);
+    if (host_.apart && host_.memory_apart) refuse();
     const uint64_t id = value_of_handle(handle);
     const auto [base, nbytes, owner] = host_.exported.at(id);
     for (const auto& [which, count] : host_.as) {
@@ -117,6 +141,12 @@ class FakeIpcDriver final : public IpcDriver {
     const std::lock_guard lock(host_.mutex);
     return host_.mappings[rank_];
   }
+  StagingPool& staging() override {
+    const std::lock_guard lock(host_.mutex);
+    auto& pool = host_.staging[rank_];
+    if (!pool) pool = std::make_unique<StagingPool>(host_.pooled());
+    return *pool;
+  }
   // What is let go of, the next who asks may have: it is spoilt at once.
   std::shared_ptr<std::byte> allocate_exportable(int64_t nbytes) override {
     auto memory = std::shared_ptr<std::byte>(new std::byte[static_cast<size_t>(nbytes)],
@@ -138,6 +168,7 @@ class FakeIpcDriver final : public IpcDriver {
     return event;
   }
   Event open_event(const IpcHandle& handle) override {
+    if (host_.apart) refuse();
     const Event event = value_of_handle(handle);
     if (++opened_events_ % 2 == 0) copied_.insert(event);  // of each peer: `ready` first, then `copied`
     return event;
@@ -194,6 +225,9 @@ class FakeIpcDriver final : public IpcDriver {
     std::memcpy(out.data(), &value, sizeof value);
     return out;
   }
+  [[noreturn]] static void refuse() {
+    throw Error(ErrorKind::Generic, "CUDA opens nothing of another namespace");
+  }
   static uint64_t value_of_handle(const IpcHandle& handle) {
     uint64_t value = 0;
     std::memcpy(&value, handle.data(), sizeof value);
@@ -235,6 +269,8 @@ class FakeIpcDeviceOf final : public RoundDevice {
     return locked([&] { return driver.reached(event); });
   }
   std::shared_ptr<std::byte> allocate(int64_t nbytes) override { return driver.allocate_exportable(nbytes); }
+  void retire(const std::byte* staging) override { groups->retire(staging); }
+  bool rest() override { return groups->rest(); }
   void move_boxes(Stream stream, std::span<const BoxMove> boxes) override {
     locked([&] { fake().move_boxes(stream, boxes); });
   }
@@ -253,12 +289,16 @@ class FakeIpcDeviceOf final : public RoundDevice {
     return groups->recv(data, nbytes, peer);
   }
   GroupOutcome group_end() override { return groups->end(); }
-  GroupOutcome async_error() override { return groups->progress(); }
+  GroupOutcome async_error() override {
+    ++looks;
+    return groups->progress();
+  }
   void abort() noexcept override { groups->abort(); }
 
   Driver driver;
   std::unique_ptr<IpcExchange> groups;
   int64_t started = 0;
+  std::atomic<int64_t> looks = 0;  // for the hosts of its peers
 
  private:
   FakeDevice& fake() { return driver.device(); }

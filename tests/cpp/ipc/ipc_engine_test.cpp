@@ -188,6 +188,26 @@ TEST_CASE("who calls waits for nobody's call, and who joins waits for the calls 
   CHECK(chain.world.host.cluster.mistakes.empty());
 }
 
+TEST_CASE("a rank that is late is looked for less and less often", "[ipc]") {
+  std::mt19937 rng(1);
+  Chain chain;
+  chain.start(0);
+  chain.start(1);
+  std::this_thread::sleep_for(milliseconds(100));
+  const TimePoint begun = Clock::now();
+  const int64_t before = chain.world.devices[1]->looks;
+  std::this_thread::sleep_for(milliseconds(100));
+  const int64_t looks = chain.world.devices[1]->looks - before;
+  const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - begun).count();
+  CAPTURE(looks, waited);
+  CHECK(looks <= waited);  // a pause is 2 ms by now
+  chain.start(2);
+  for (const int32_t rank : chain.world.group) chain.world.join(rank, chain.parts[static_cast<size_t>(rank)]);
+  CHECK(chain.world.run_until(rng, [&] { return all_ended(chain.parts); }));
+  CHECK(chain.world.host.cluster.run(rng));
+  for (const RankCase& part : chain.parts) CHECK(part.destination->seen == part.expected);
+}
+
 TEST_CASE("a rank that never calls ends the others at their deadline over CUDA IPC", "[ipc]") {
   std::mt19937 rng(1);
   Chain chain;

@@ -256,6 +256,64 @@ TEST_CASE("memory that CUDA says it exports, and then does not, goes through a c
   CHECK(pair.host.cluster.mistakes == std::vector<std::string>{});
 }
 
+TEST_CASE("staging that is retired returns to the GPU when its peers have closed it", "[ipc]") {
+  Pair pair;
+  StagingPool& pool = pair.from.driver.staging();
+  std::byte* const source = pool.take(4096);
+  std::vector<std::byte> found(4096);
+  source[9] = std::byte{9};
+  CHECK(pair.exchange({source}, {found.data()}, 4096).state == GroupState::Success);
+  CHECK(found[9] == std::byte{9});
+  pool.give(source);
+  pool.trim();
+  CHECK(pool.figures().returned == 0);
+  pair.from.groups->retire(source);
+  CHECK(pair.from.groups->rest());  // the peer has not read it
+  pair.to.groups->rest();
+  CHECK(pair.host.cluster.run(pair.rng));
+  pair.to.groups->rest();  // closed, once its GPU was past it
+  CHECK_FALSE(pair.from.groups->rest());
+  CHECK(pair.mapped() == 0);
+  pool.trim();
+  CHECK(pool.figures().returned == 1);
+  // Another takes its place, at the same address or not.
+  std::byte* const again = pool.take(4096);
+  again[9] = std::byte{10};
+  CHECK(pair.exchange({again}, {found.data()}, 4096).state == GroupState::Success);
+  CHECK(found[9] == std::byte{10});
+  pair.close();
+}
+
+TEST_CASE("staging of a group that has closed returns to the GPU after its peers have closed, too", "[ipc]") {
+  const bool first = GENERATE(false, true);  // its owner closes before the peer does
+  CAPTURE(first);
+  Pair pair;
+  StagingPool& pool = pair.from.driver.staging();
+  std::byte* const source = pool.take(4096);
+  std::vector<std::byte> found(4096);
+  CHECK(pair.exchange({source}, {found.data()}, 4096).state == GroupState::Success);
+  pool.give(source);
+  (first ? pair.from : pair.to).groups->close();
+  pool.trim();
+  CHECK(pool.figures().returned == 0);
+  pair.close();
+  pool.trim();
+  CHECK(pool.figures().returned == 1);
+}
+
+TEST_CASE("buffers of what cannot be exported are given back with staging", "[ipc]") {
+  Pair pair;
+  std::vector<std::byte> source(512, std::byte{5}), found(512);
+  CHECK(pair.exchange({source.data()}, {found.data()}, 512).state == GroupState::Success);
+  const std::byte* const copy = pair.host.allocations.begin()->first;
+  pair.from.groups->retire(nullptr);
+  CHECK(*copy == std::byte{0xEE});  // others may have it
+  source[3] = std::byte{6};
+  CHECK(pair.exchange({source.data()}, {found.data()}, 512).state == GroupState::Success);
+  CHECK(found == source);
+  pair.close();
+}
+
 TEST_CASE("groups that end leave mapped what the GPU has yet to read, and close the rest", "[ipc]") {
   const bool early = GENERATE(false, true);
   CAPTURE(early);

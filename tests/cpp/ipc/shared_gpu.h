@@ -90,6 +90,7 @@ class SharedIpcDriver final : public IpcDriver {
   std::byte* open_memory(const IpcHandle& handle) override { return memory_.map(value(handle).first); }
   void close_memory(std::byte* base) noexcept override { munmap(base, kSharedBytes); }
   IpcMappings& mappings() override { return mappings_; }
+  StagingPool& staging() override { return staging_; }
   std::shared_ptr<std::byte> allocate_exportable(int64_t nbytes) override {
     const std::lock_guard lock(host_.mutex);
     const int64_t rounded = (nbytes + 255) / 256 * 256;
@@ -176,6 +177,7 @@ class SharedIpcDriver final : public IpcDriver {
   std::multimap<int64_t, std::byte*> spare_;
   size_t made_ = 0;
   IpcMappings mappings_;
+  StagingPool staging_{{}};  // has nothing: the memory is that of the part
 };
 
 }  // namespace meshcast::testing

@@ -58,6 +58,36 @@ TEST_CASE("staging that was too small is kept for the runs that began with it", 
   for (const RankCase& part : parts) CHECK(part.destination->seen == part.expected);
 }
 
+TEST_CASE("staging that no run has needed for a while is given back, and taken again", "[rounds]") {
+  std::mt19937 rng(6);
+  Plan plan = random_case(rng, 5);
+  auto ranks = rounds_of_all(plan, 5, random_options(rng));
+  while (ranks[0].staging_bytes == 0) {
+    plan = random_case(rng, 5);
+    ranks = rounds_of_all(plan, 5, random_options(rng));
+  }
+  World world(5);
+  CHECK_FALSE(world.engine(0).rest(Clock::now()));  // has none yet
+  for (int run = 0; run < 2; ++run) {
+    std::vector<RankCase> parts;
+    for (const int32_t rank : world.group) {
+      parts.push_back(int64_case(plan, ranks[static_cast<size_t>(rank)], rank));
+      world.start(rank, parts.back(), run);
+    }
+    CHECK_FALSE(world.engine(0).rest(Clock::now() + 2 * kStagingRest));  // its run is under way
+    REQUIRE(world.cluster.run(rng));
+    world.poll();
+    const TimePoint over = Clock::now();
+    CHECK(world.engine(0).rest(over + kStagingRest / 2));
+    CHECK(world.cluster.rank(0).staging_alive == 1);
+    CHECK(world.engine(0).rest(over + kStagingRest));  // for the sake of the others
+    CHECK(world.cluster.rank(0).staging_alive == 0);
+    CHECK_FALSE(world.engine(0).rest(over + 2 * kStagingRest));
+    for (const RankCase& part : parts) CHECK(part.destination->seen == part.expected);
+  }
+  CHECK(world.cluster.mistakes.empty());
+}
+
 namespace {
 
 struct MeetingDevice final : FakeDevice {

@@ -115,6 +115,20 @@ TEST_CASE("the cost model weighs the fill of a chain against launches", "[rounds
   }
 }
 
+TEST_CASE("rounds inside a host are as long as its real links want them", "[rounds]") {
+  Plan plan = chain_plan(6, 64 * 200, 512);
+  RoundOptions options;
+  options.link_rate = 4'000'000'000;
+  // Between hosts the plan's rates are those of NICs.
+  CHECK(make_rounds(plan, options).round_ns == make_rounds(plan).round_ns);
+  // Inside one, a launch costs four times as much of the time that the plan counts with: its square root.
+  plan.topology = uniform_topology(5, 6, 1000000000, 1, 1000000000, 1000);
+  const int64_t planned = make_rounds(plan).round_ns;
+  CHECK(std::abs(make_rounds(plan, options).round_ns - 2 * planned) <= 2);
+  options.link_rate = 900'000'000;  // no less than the plan's
+  CHECK(make_rounds(plan, options).round_ns == planned);
+}
+
 TEST_CASE("staging is bounded however long the tensor", "[rounds]") {
   // Columns to rows: every box is strided on one side.
   const auto plan_of = [](int64_t rows) {

@@ -106,6 +106,7 @@ def run(
 ) -> tuple[dict[str, Any], str]:
     monkeypatch.setattr(kit, "BUILD", tmp_path)
     monkeypatch.setattr(kit, "TREE", tmp_path / "tree")
+    monkeypatch.setattr(kit, "DRY_LIMITS", 1)
     log = io.StringIO()
     return kit.run_step(step, dry, log), log.getvalue()
 
@@ -160,6 +161,20 @@ def test_a_refusal_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert run(step, tmp_path, monkeypatch)[0]["not_run"] == ["needs a GPU"]
 
 
+def test_a_call_that_waited_is_distinguished_from_processes_that_take_turns() -> None:
+    """Whatever the GPU's pace: bounds are ratios to copies of the same run."""
+    sys.path.append(str(ROOT / "tests" / "cuda"))
+    pace = tool("pace")
+
+    def paces(slow: float, busy: bool, calls: float, copies: float) -> list[Any]:
+        return [pace.Pace(0.1 * slow, 0.02 * slow, calls * slow, copies * slow, of) for of in (busy, None)]
+
+    for slow in (1.0, 300.0):
+        assert pace.waited(paces(slow, True, 0.1, 0.02)) == ""
+        assert pace.waited(paces(slow, False, 9.0, 1.2)) == "turns"
+        assert pace.waited([paces(slow, False, 9.0, 1.2)[0], paces(slow, False, 2.5, 0.021)[1]]) == "a fault"
+
+
 def results(dry: bool = False) -> dict[str, Any]:
     step = {"name": "ipc", "passed": 38, "failed": 1, "skipped": 0, "not_run": ["one | two"], "seconds": 41.0}
     machine = {"gpu": "NVIDIA H100", "driver": "580.159.04"}
@@ -194,6 +209,55 @@ def test_every_row_names_a_step() -> None:
     first = lines.index(kit.HEAD) + 2
     rows = lines[first : first + lines[first:].index("")]
     assert {row.split("|")[2].strip().strip("`") for row in rows} <= names
-    limits = {step.name: f"{step.limit_s / 60:.0f} min" for step in kit.steps()}
-    described = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| (\d+ min) \|$", kit.PAGE.read_text(), re.M))
+    limits = {step.name: f"{step.limit_s:.0f} s" for step in kit.steps()}
+    described = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| (\d+ s) \|$", kit.PAGE.read_text(), re.M))
     assert described == limits
+
+
+def test_all_steps_fit_into_the_time_for_which_a_machine_is_lent() -> None:
+    """Even where each takes all of its limit; the first ten leave two minutes to start the machine."""
+    limits = [step.limit_s for step in kit.steps()]
+    assert sum(limits) <= kit.LENT_S
+    assert sum(limits[:10]) <= kit.LENT_S - 120
+
+
+def test_what_a_step_did_before_its_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = tmp_path / "test_slow.py"
+    tests.write_text(
+        "import pytest, time\ndef test_a(): pass\ndef test_b(): assert 0\n"
+        "def test_c(): pytest.skip('none')\ndef test_d(): time.sleep(60)\n"
+    )
+    step = kit.Step("slow", "", 8.0, (kit.Command(kit.pytest("-c", "/dev/null", str(tests)).words),))
+    result, _ = run(step, tmp_path, monkeypatch)
+    assert (result["passed"], result["failed"], result["skipped"]) == (1, 2, 1)
+    assert result["timed_out"]
+    assert result["first_error"].startswith("over its limit of 8 s; ") and "test_b" in result["first_error"]
+
+
+def test_a_second_command_runs_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With copies of the results after each step. On another machine the module is built again."""
+    log = tmp_path / "ran"
+    steps = [kit.Step(name, "", 5.0, (shell(f"echo {name} >> {log}"),)) for name in ("build", "one", "two")]
+    monkeypatch.setattr(kit, "steps", lambda: steps)
+    monkeypatch.setattr(kit, "BUILD", tmp_path)
+    monkeypatch.setattr(kit, "TREE", tmp_path / "tree")
+    package = tmp_path / "tree" / "python" / "meshcast"
+    package.mkdir(parents=True)
+    (package / "_C.so.so").write_text("built")
+
+    def command(*words: str) -> list[str]:
+        log.write_text("")
+        copies = ["--copy", str(tmp_path / "copies")]
+        arguments = ["on_gpu.py", "--dry", "--out", str(tmp_path / "results.json"), *copies, *words]
+        monkeypatch.setattr(sys, "argv", arguments)
+        assert kit.main() == 0
+        return log.read_text().split()
+
+    assert command("--within", "1") == ["build"]  # the first step always runs
+    copied = json.loads((tmp_path / "copies" / "results.json").read_text())
+    assert [each["name"] for each in copied["steps"]] == ["build"]
+    assert command("--rest") == ["one", "two"]
+    assert command("--rest") == []
+    (package / "_C.so.so").unlink()
+    assert command("--rest") == ["build"]
+    assert command() == ["build", "one", "two"]

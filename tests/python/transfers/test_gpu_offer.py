@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from meshcast.base.wire import pack, unpack
 from meshcast.errors import LayoutError, MeshcastError
+from meshcast.transfers import gpu
 from meshcast.transfers.gpu import (
     CUDA_IPC,
     NCCL,
     GpuOffer,
+    blocks_of,
     choose_transport,
     own_offer,
+    staging_of,
 )
 from meshcast.transfers.medium import device_types_of, gpu_obstacle, require_gpu
 
@@ -91,6 +97,95 @@ def test_an_offer_survives_the_store() -> None:
         GpuOffer(obstacle='a "quoted"\nreason'),
     ):
         assert unpack(GpuOffer, pack(each)) == each
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("free", "asked", "goal", "limit"),
+    [
+        (128 * GIB, 0, 256 << 20, 8 * GIB),  # four ranks share a quarter
+        (8 * GIB, 0, 64 << 20, GIB // 2),  # each has what a rank needs at least
+        (128 * GIB, 1 << 30, 128 << 20, GIB),
+        (128 * GIB, 16 << 20, 8 << 20, 16 << 20),
+    ],
+)
+def test_staging_is_bounded_for_all_lanes_of_a_process(free: int, asked: int, goal: int, limit: int) -> None:
+    ranks = {i: offer(0, free=free, staging=asked) for i in range(4)}
+    assert staging_of(ranks) == (goal, dict.fromkeys(range(4), limit))
+
+
+def test_plans_are_cut_for_the_rank_with_the_least_staging() -> None:
+    ranks = {0: offer(0, free=80 * GIB), 1: offer(1, free=80 * GIB, staging=512 << 20)}
+    assert staging_of(ranks) == (64 << 20, {0: 20 * GIB, 1: 512 << 20})
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 108, 16, 20, 2])
+def test_kernels_of_all_communicators_fit_on_the_gpu_at_once(
+    multiprocessors: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the order in which they are made, of one group or of several."""
+    left, made = multiprocessors, []
+    while left > 0:
+        ranks = {0: offer(0, blocks=left), 1: offer(1, blocks=multiprocessors)}
+        found = blocks_of(ranks, 1)
+        made += found
+        left -= found[0]
+    assert sum(made) == multiprocessors
+    assert all(each in (1, 2, 4, 8, 16) for each in made)
+    assert made == sorted(made, reverse=True)
+    assert blocks_of({0: offer(0, blocks=multiprocessors)}, len(made)) == made
+    assert not caplog.messages
+    assert blocks_of({0: offer(0, blocks=0)}, 1) == [1]
+    assert "more communicators of NCCL than fit" in caplog.text
+
+
+class Nvml:
+    """NVML of a GPU with two active links and two that are off. missing: a function that fails."""
+
+    def __init__(self, version: int, missing: str = "") -> None:
+        self.version, self.missing, self.open = version, missing, 0
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            if name == self.missing:
+                return 999
+            self.open += {"nvmlInit_v2": 1, "nvmlShutdown": -1}.get(name, 0)
+            if name == "nvmlDeviceGetHandleByUUID":
+                assert arguments[0] == b"GPU-1234"
+            if name == "nvmlDeviceGetNvLinkState":
+                arguments[2]._obj.value = int(arguments[1] in (0, 3))
+                return 0 if arguments[1] < 4 else 2
+            if name == "nvmlDeviceGetNvLinkVersion":
+                arguments[2]._obj.value = self.version
+            return 0
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("version", "missing", "rate"),
+    [
+        (4, "", 50e9),
+        (5, "", 100e9),
+        (9, "", 100e9),
+        (4, "nvmlInit_v2", 0),
+        (4, "nvmlDeviceGetHandleByUUID", 0),
+    ],
+)
+def test_the_rate_of_nvlinks_is_that_of_nvml(
+    version: int, missing: str, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Nvml(version, missing)
+    monkeypatch.setattr(gpu.ctypes, "CDLL", lambda _: library)
+    assert gpu._nvlink_rate("1234") == gpu._nvlink_rate("GPU-1234") == rate
+    assert library.open == 0
+
+
+def test_without_nvml_no_rate_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.ctypes, "CDLL", mock.Mock(side_effect=OSError("not found")))
+    assert gpu._nvlink_rate("1234") == 0
 
 
 def one_host(count: int = 4, **changes: object) -> dict[int, GpuOffer]:
@@ -217,11 +312,15 @@ def test_cuda_ipc_is_not_tried_where_nccl_is_asked_for(
     monkeypatch.setenv("MESHCAST_CUDA_TRANSPORT", wish)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="U", name="N"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (3 << 30, 4 << 30))
+    monkeypatch.setattr("meshcast._C.nccl_blocks_left", lambda _: 100, raising=False)
+    monkeypatch.setenv("MESHCAST_CUDA_STAGING_MB", "96")
     monkeypatch.setattr("meshcast._C.nccl_version", lambda: "2.28.9", raising=False)
     monkeypatch.setattr("meshcast._C.cuda_ipc_obstacle", lambda i: asked.append(i) or "no", raising=False)
     found = own_offer(0)
     assert (found.obstacle, found.wants, found.no_ipc) == ("", wish, "no" if looks else "")
     assert asked == [0] * looks
+    assert (found.blocks, found.free, found.staging) == (100, 3 << 30, 96 << 20)
 
 
 def test_a_gpu_that_does_not_exist_becomes_an_obstacle() -> None:
