@@ -38,6 +38,7 @@ BENCHMARKS = {
     "windows": Benchmark("planner:windows", "15 s", "state dicts in windows, predicted"),
     "quantize": Benchmark("quantize", "30 s", "block-scaled types on one core, compared with a copy"),
     "weights": Benchmark("weights.sync", "7 min", "a model's weights from trainers to servers"),
+    "delta": Benchmark("weights.delta", "5 min", "versions of weights in training as their changes"),
     "clients": Benchmark(
         "weights.clients", "5 min", "torchft and Megatron Core with their own transports and ours"
     ),
