@@ -1,7 +1,7 @@
 """Versions of a model in training as their changes: how many values change in a step of AdamW, and what
 `WeightSync(delta=True)` makes of it, next to whole versions, over links of 250 Mbit/s. Then the rate of the
 kernels on one core over that of a plain copy. Needs root and iproute2. Writes
-benchmarks/results/delta.json and a part of docs/end_to_end.md; takes five minutes, with nothing else
+benchmarks/results/delta.json and a part of docs/end_to_end.md; takes two minutes, with nothing else
 running."""
 
 from __future__ import annotations
