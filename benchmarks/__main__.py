@@ -38,6 +38,7 @@ BENCHMARKS = {
     "windows": Benchmark("planner:windows", "15 s", "state dicts in windows, predicted"),
     "quantize": Benchmark("quantize", "30 s", "block-scaled types on one core, compared with a copy"),
     "weights": Benchmark("weights.sync", "7 min", "a model's weights from trainers to servers"),
+    "delta": Benchmark("weights.delta", "2 min", "versions of weights in training as their changes"),
     "clients": Benchmark(
         "weights.clients", "5 min", "torchft and Megatron Core with their own transports and ours"
     ),
@@ -71,7 +72,8 @@ BENCHMARKS = {
 }
 _PAGES = (
     "calls.page", "elastic.job_compared", "elastic.time_to_error", "many_ranks", "pipeline.e2e_page",
-    "pipeline.partition", "pipeline.sweep_page", "planner", "resources", "weights.clients", "weights.sync",
+    "pipeline.partition", "pipeline.sweep_page", "planner", "resources", "weights.clients", "weights.delta",
+    "weights.sync",
 )  # fmt: skip
 """Modules with PAGES."""
 

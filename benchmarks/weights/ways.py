@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from meshcast import Layout, WeightSync
+from meshcast import Layout, WeightStats, WeightSync
 from meshcast.bench.measure import numbered
 from meshcast.bench.methods import PUBLISHED_METHODS, CaseBatch, CaseMove
 from meshcast.planning.plan import plan_many
@@ -156,7 +156,7 @@ class Weights:
 
     def slices(self, name: str) -> tuple[slice, ...]:
         """Of the whole tensor, what this server wants."""
-        return _slices(self.shapes[name], *self.wanted[name])
+        return slices_of(self.shapes[name], *self.wanted[name])
 
     def _placed(self) -> dict[str, DTensor]:
         return {
@@ -170,11 +170,11 @@ class Weights:
 
     def _values(self, shape: tuple[int, ...], mesh: DeviceMesh, placements: Any) -> torch.Tensor:
         """Of this rank's part of a tensor, which torch says where it lies."""
-        box = tuple((each.start, each.stop) for each in _slices(shape, mesh, placements))
+        box = tuple((each.start, each.stop) for each in slices_of(shape, mesh, placements))
         return (numbered(shape, box) % _PERIOD).to(DTYPE)
 
 
-def _slices(shape: tuple[int, ...], mesh: DeviceMesh, placements: Any) -> tuple[slice, ...]:
+def slices_of(shape: tuple[int, ...], mesh: DeviceMesh, placements: Any) -> tuple[slice, ...]:
     sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     return tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
 
@@ -247,6 +247,13 @@ class Sync:
 
     def received(self) -> Mapping[str, torch.Tensor]:
         return {name: x.to_local() for name, x in self._sync.state.items()}
+
+    @property
+    def stats(self) -> WeightStats:
+        """Of the last version."""
+        stats = self._sync.stats
+        assert stats is not None
+        return stats
 
     def after(self) -> None:
         pass

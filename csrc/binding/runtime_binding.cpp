@@ -24,6 +24,7 @@
 #include "c10d/tensor_memory.h"
 #include "group/host_memory.h"
 #include "memory/block_quantize.h"
+#include "memory/changes.h"
 #include "memory/digest.h"
 #include "memory/large_blocks.h"
 #include "plan/plan.h"
@@ -178,6 +179,52 @@ void scale_blocks(const std::string& format, const at::Tensor& amax, float tenso
                memory_of(out, n * (kind == BlockFormat::Fp8E4m3 ? int64_t{sizeof(float)} : 1)));
 }
 
+// Boxes of tensors on the CPU, and how many bytes they have.
+std::vector<StridedView> boxes_of(const std::vector<at::Tensor>& boxes) {
+  std::vector<StridedView> views;
+  for (const at::Tensor& box : boxes)
+    views.push_back(view_of(box, static_cast<size_t>(box.dim()), "encode_changes"));
+  return views;
+}
+
+int64_t bytes_of(const std::vector<StridedView>& boxes) {
+  int64_t found = 0;
+  for (const StridedView& box : boxes) found += box.nbytes();
+  return found;
+}
+
+void keep_boxes(const std::vector<at::Tensor>& boxes, const at::Tensor& kept) {
+  const std::vector<StridedView> views = boxes_of(boxes);
+  std::byte* to = memory_of(kept, bytes_of(views));
+  for (const StridedView& view : views) {
+    pack(view, to);
+    to += view.nbytes();
+  }
+}
+
+int64_t encode_boxes(const std::vector<at::Tensor>& boxes, const at::Tensor& earlier,
+                     const at::Tensor& stream) {
+  const std::vector<StridedView> views = boxes_of(boxes);
+  const int64_t nbytes = bytes_of(views);
+  std::byte* const kept = memory_of(earlier, nbytes);
+  return encode_changes(views, kept,
+                        memory_of(stream, nbytes + kStreamHead * static_cast<int64_t>(views.size())));
+}
+
+void apply_boxes(const at::Tensor& stream, const std::vector<std::vector<at::Tensor>>& boxes) {
+  std::vector<std::vector<StridedView>> views;
+  for (const auto& places : boxes) {
+    views.push_back(boxes_of(places));
+    for (const at::Tensor& place : places) {
+      if (place.sizes() != places[0].sizes() || place.element_size() != places[0].element_size())
+        throw LayoutError("apply_changes: the places of a box have different shapes or types");
+    }
+    if (places.empty()) throw LayoutError("apply_changes: a box has no place");
+  }
+  apply_changes(memory_of(stream, static_cast<int64_t>(stream.nbytes())), static_cast<int64_t>(stream.nbytes()),
+                views);
+}
+
 }  // namespace
 
 void bind_runtime(py::module_& m) {
@@ -222,6 +269,10 @@ void bind_runtime(py::module_& m) {
   m.def("block_values", &quantize_blocks, py::arg("kind"), py::arg("part"), py::arg("low"), py::arg("block"),
         py::arg("amax"), py::arg("tensor_amax"), py::arg("out"), NoGil());
   m.def("nvfp4_tensor_scale", &nvfp4_tensor_scale, py::arg("tensor_amax"));
+  m.attr("STREAM_HEAD") = kStreamHead;
+  m.def("keep_boxes", &keep_boxes, py::arg("boxes"), py::arg("kept"), NoGil());
+  m.def("encode_changes", &encode_boxes, py::arg("boxes"), py::arg("earlier"), py::arg("stream"), NoGil());
+  m.def("apply_changes", &apply_boxes, py::arg("stream"), py::arg("boxes"), NoGil());
 
   py::class_<AgreedPlan, std::shared_ptr<AgreedPlan>>(m, "AgreedPlan")
       .def_property_readonly("slot", &AgreedPlan::slot)

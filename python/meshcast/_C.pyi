@@ -152,6 +152,20 @@ def block_values(
 def nvfp4_tensor_scale(tensor_amax: float) -> float:
     """The scale of all blocks of a tensor."""
 
+STREAM_HEAD: int
+"""Bytes of a stream of changes for each box, in addition to those of the box."""
+
+def keep_boxes(boxes: Sequence[Tensor], kept: Tensor) -> None:
+    """Copies boxes, one after the other, into dense memory of as many bytes."""
+
+def encode_changes(boxes: Sequence[Tensor], earlier: Tensor, stream: Tensor) -> int:
+    """Writes the changes of boxes since an earlier version, which becomes this one. Returns the bytes of the
+    stream, 0 where nothing has changed; see csrc/core/memory/changes.h."""
+
+def apply_changes(stream: Tensor, boxes: Sequence[Sequence[Tensor]]) -> None:
+    """Makes the changes in boxes, each with its places. Raises MeshcastError, before it writes, for a stream
+    that is not one of such boxes."""
+
 def cut_edges(node: Any, numbers: Sequence[int]) -> None:
     """The edges with these numbers of a node of autograd's graph lead nowhere from now on."""
 

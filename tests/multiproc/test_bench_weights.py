@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.cluster import Loopback  # noqa: E402
+from benchmarks.weights import delta  # noqa: E402
 from benchmarks.weights.sync import NAMES, measure, text  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
@@ -47,3 +48,14 @@ def test_every_way_moves_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
         "repeats": 2,
     }
     assert "### Mixtral" in text({"header": head, **found})
+
+
+def test_changes_make_every_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'python'}{os.pathsep}{ROOT}")
+    with Loopback(4, 1000.0) as network:
+        found = delta.measure(network, delta.shapes(96, 1), 1, 1, 3, tmp_path)
+    assert len(found["runs"]) == 4
+    for run in found["runs"]:
+        assert run["wrong"] == 0
+        assert len(run["parts"]) == len(run["ratio"]) == 2
+        assert all(0 < ratio < 1 for ratio in run["ratio"]), run

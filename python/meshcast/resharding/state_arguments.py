@@ -72,6 +72,7 @@ class Given:
     numbers: Mapping[int, int] | None = None  # of ranks in what is held, by their numbers there
     own: Any = ()  # names, or a function of the name: entries of which each rank has its own
     loaded: Any = None  # {name: [(box, tensor)]}, in addition to what is held
+    delta: bool = False
 
 
 @dataclass
@@ -254,6 +255,7 @@ def _terms(given: Given) -> Terms:
         checks.choice("strategy", given.strategy, STRATEGIES),
         _floating(dtype) if isinstance(dtype, torch.dtype | str) else None,
         given.lost,
+        given.delta,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,12 +23,23 @@ from ..transfers.medium import Casts, Ends, fresh, require_gpu
 from ..transfers.transfer import Call, PersistentTransfer, PlanOptions, ranks_of, taken_digests
 from .compiled import Reduction, reduction_inside
 from .meshes import ranks_text
-from .state_entries import OP, Agreed, Move, Terms, mismatch
+from .state_entries import OP, Agreed, Move, Target, Terms, mismatch
 
 if TYPE_CHECKING:
     from ..topology import Topology
 
-__all__ = ["Batch", "Digests", "Kept", "Known", "check_twins", "check_whole", "torn"]
+__all__ = [
+    "Batch",
+    "Digests",
+    "Kept",
+    "Known",
+    "batches_of",
+    "check_twins",
+    "check_whole",
+    "pieces_inside",
+    "torn",
+    "traveling",
+]
 
 
 _PAUSE = 0.0002  # seconds between two checks whether a GPU is done
@@ -213,9 +224,9 @@ def _end_on_gpu(call: Call, deadline: float) -> None:
     call.wait()  # raises an error that came meanwhile
 
 
-def _batches(
+def batches_of(
     parent: ParentGroup,
-    agreed: Agreed,
+    targets: Iterable[Target],
     limit: int | None,
     options: PlanOptions,
     tensors: Mapping[str, torch.Tensor],
@@ -224,10 +235,10 @@ def _batches(
     one."""
     groups: list[list[Move]] = []
     size = 0  # of the last one
-    for target in agreed.targets.values():
+    for target in targets:
         if not target.moves:
             continue
-        more = sum(map(_traveling, target.moves))
+        more = sum(map(traveling, target.moves))
         joins = bool(groups) and groups[-1][-1].device_types == target.moves[0].device_types
         if joins and (limit is None or size + more <= limit):
             groups[-1] += target.moves
@@ -238,7 +249,7 @@ def _batches(
     return [Batch(parent, moves, options, tensors) for moves in groups]
 
 
-def _traveling(move: Move) -> int:
+def traveling(move: Move) -> int:
     """Bytes of what the destination wants of a source, once."""
     shape, dtype, _, dst = move.problem
     if not dst.by_boxes:
@@ -252,11 +263,13 @@ _MOST_BYTES = 256 << 20  # of a process group's kinds of call, as Batch.nbytes c
 
 class Known:
     """A kind of call as the ranks agreed on it. Calls of one number are of one kind on all ranks. values:
-    entries that are no tensors, by the rank that sent them last, as text; batches: once it was compiled."""
+    entries that are no tensors, by the rank that sent them last, as text; batches: once it was compiled.
+    delta: how it travels as changes, once it was to."""
 
     def __init__(self, number: int, agreed: Agreed, values: dict[int, dict[str, str]]) -> None:
         self.number, self.agreed, self.values = number, agreed, values
         self.batches: list[Batch] = []
+        self.delta: Any = None  # a DeltaPlan, which is made of batches
         self._before: Batch | None = None
         self._compiled = False
 
@@ -270,7 +283,9 @@ class Known:
         """Makes the batches, unless they are there. tensors: that this rank holds."""
         if not self._compiled:
             options = PlanOptions(terms.strategy, topology)
-            self.batches = _batches(parent, self.agreed, terms.max_bytes_in_flight, options, tensors)
+            self.batches = batches_of(
+                parent, self.agreed.targets.values(), terms.max_bytes_in_flight, options, tensors
+            )
             self._compiled = True
 
     def before(self, parent: ParentGroup, terms: Terms, topology: Topology | None) -> Batch | None:
@@ -281,7 +296,8 @@ class Known:
 
     @property
     def nbytes(self) -> int:
-        return sum(batch.nbytes for batch in (*self.batches, *filter(None, [self._before])))
+        more = 0 if self.delta is None else self.delta.nbytes
+        return more + sum(batch.nbytes for batch in (*self.batches, *filter(None, [self._before])))
 
 
 class Kept:
@@ -344,7 +360,7 @@ class Digests:
             digest = added(
                 each
                 for box, times in _counted(move.problem, self._rank)
-                for each in [pieces_digest(local, _inside(own, box), shape, dtype)] * times
+                for each in [pieces_digest(local, pieces_inside(own, box), shape, dtype)] * times
             )
         self.note(side, move, digest)
 
@@ -381,7 +397,7 @@ def _counted(problem: Problem, rank: int) -> list[tuple[Box, int]]:
     return found
 
 
-def _inside(pieces: Sequence[Piece], box: Box) -> list[Piece]:
+def pieces_inside(pieces: Sequence[Piece], box: Box) -> list[Piece]:
     """The parts of pieces that are in a box."""
     found = []
     for own, at, axes, steps in pieces:

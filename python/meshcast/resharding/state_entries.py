@@ -136,7 +136,8 @@ class LoadedBoxes(NamedTuple):
 
 class Terms(NamedTuple):
     """Options that all ranks give the same. dtype: of all floating-point tensors. lost: ranks that are lost:
-    the number of each in layouts of what is held, and what messages call it."""
+    the number of each in layouts of what is held, and what messages call it. delta: versions travel as their
+    changes."""
 
     max_bytes_in_flight: int | None
     digest: bool
@@ -144,6 +145,7 @@ class Terms(NamedTuple):
     strategy: str
     dtype: torch.dtype | None
     lost: tuple[tuple[int, int], ...]
+    delta: bool = False
 
 
 class StateSide(NamedTuple):

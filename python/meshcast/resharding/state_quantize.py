@@ -25,7 +25,7 @@ from ..transfers.block_scaled import Scheme, amax_of, scales_of, tensor_scale_of
 from ..transfers.medium import fresh
 from .tensor_map import Block
 
-__all__ = ["Blocks", "Part", "Quantized", "quantized", "source_parts"]
+__all__ = ["Blocks", "Near", "Part", "Quantized", "quantized", "source_parts"]
 
 _Shape = tuple[int, ...]
 _Boxes = dict[int, list[Box]]  # by rank, in the order in which a flat tensor has them
@@ -100,7 +100,7 @@ def _sizes(boxes: Iterable[Box]) -> list[int]:
     return [math.prod(extents(box)) for box in boxes]
 
 
-class _Near:
+class Near:
     """Finds the boxes that meet another, of many that are mostly apart."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
@@ -216,7 +216,7 @@ def _fetched(
 ) -> dict[int, list[tuple[int, Box]]]:
     """The blocks that a rank has only a part of, by the parts of other ranks that have more of them."""
     boxes = list(numbers)
-    near: _Near | None = None
+    near: Near | None = None
     found: dict[int, list[tuple[int, Box]]] = {}
     same: dict[tuple[Box, ...], list[tuple[int, Box]]] = {}  # of ranks that hold the same
     for rank, parts in own.items():
@@ -225,7 +225,7 @@ def _fetched(
             wanted: dict[int, list[Box]] = {}
             for box in key:
                 for slab in _open_blocks(box, block, shape):
-                    near = near or _Near([block_box(each, block) for each in boxes])
+                    near = near or Near([block_box(each, block) for each in boxes])
                     for at, both in near.meeting(slab):
                         if boxes[at] not in key:
                             wanted.setdefault(at, []).extend(without(both, wanted.get(at, ())))
@@ -262,7 +262,7 @@ def _shared_bytes(own: Mapping[int, Sequence[Part]]) -> tuple[_Boxes, _Boxes]:
                 column = (*part.box[:-1], (high, high + 1))
                 seconds.setdefault(rank, []).extend(without(column, seconds.get(rank, ())))
     wanted = list(dict.fromkeys(box for boxes in seconds.values() for box in boxes))
-    near = _Near(wanted)
+    near = Near(wanted)
     lent: _Boxes = {}
     for rank, parts in own.items() if wanted else ():
         for part in parts:

@@ -143,6 +143,7 @@ class StateRun:
         result: filled at the end.
         batches, made: of its transfers, and the calls of those that have begun.
         moving: called once no rank has anything to refuse, before the first byte is written.
+        earlier: what this rank keeps of the version before, where versions travel as their changes.
     """
 
     def __init__(
@@ -170,6 +171,7 @@ class StateRun:
         self.batches: Sequence[Batch] = ()
         self.made: list[Call] = []
         self.moving: Callable[[], None] = lambda: None
+        self.earlier: Any = None  # an Earlier of WeightSync
         self.rounds: Rounds  # with the other ranks, once it runs
         self._versions: dict[str, list[tuple[torch.Tensor, int]]] = {}  # of tensors, as they were at the call
         self._digests: dict[str, int] = {}
@@ -233,12 +235,11 @@ class StateRun:
         call = self.call
         return ((), ()) if call is None else (tuple(call.side.wanted), tuple(call.side.held))
 
-    def begin(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+    def begin(self, batches: Sequence[Batch]) -> None:
         """Notes what is about to be moved, of which nothing has been."""
         for batch in batches:
             batch.wait_for_turn()
         self.batches = batches
-        return batches
 
     def memory_for(self, targets: dict[str, Target]) -> tuple[dict[str, torch.Tensor], Any]:
         """Returns the local tensors that this rank sends, by source, and those that targets arrive in."""
@@ -329,31 +330,44 @@ class Conversation:
         merged = _merged(known.values, agreed.own)
         self._compare_twins(run, known)
         blocks = self._agree_on_blocks(run, known)
+        delta = self._agree_on_delta(run, known)
         run.moving()
         digests = Digests(self.parent.rank, agreed.moves) if call.side.options.digest else None
         values: dict[str, Any] = {}
         arriving: dict[str, torch.Tensor] = {}
         failure: Exception | None = None
+        batches: Sequence[Batch] = ()
         done = 0
         try:
+            if delta is None:
+                known.compile(self.parent, call.side.options, call.topology, call.tensors)
+            batches = known.batches if delta is None else delta.batches(self.parent)
             values = {name: restored(each) for name, each in merged.items()}
-            known.compile(self.parent, call.side.options, call.topology, call.tensors)
+            run.begin(batches)
             sent, arriving = run.memory_for(agreed.targets)
-            for batch in run.begin(known.batches):
-                made = {} if blocks is None else blocks.staged({move.source for move in batch.moves}, sent)
-                run.made += batch.run({**sent, **made}, arriving, deadline, digests)
+            for batch in batches:
+                if delta is not None and batch is delta.batch:
+                    run.made += delta.run(deadline)
+                else:
+                    names = {move.source for move in batch.moves}
+                    made = {} if blocks is None else blocks.staged(names, sent)
+                    run.made += batch.run({**sent, **made}, arriving, deadline, digests)
                 done += 1
+            if delta is not None:
+                delta.finish(sent, arriving, digests)
             run.finish(agreed.targets, arriving)
             self.kept.add(run.key, known)
         except (DeadlineExceededError, PeerLostError, AbortedError):
             raise
         except Exception as error:  # of one rank's tensors: ranks that do not need them have to learn of it
             failure = run.typed(error)
-            for batch in known.batches[done + was_reported(error) :]:
+            for batch in batches[done + was_reported(error) :]:
                 batch.refuse(failure, left(deadline))
         self._end(run, known, failure, digests)
         if version is not None:
             self.versions[run.names] = run.result.version = version
+            if run.earlier is not None:
+                run.earlier.keep(known, version, arriving)
         run.kept[id(self)] = known
         return run.fill(known, arriving, values)
 
@@ -437,6 +451,20 @@ class Conversation:
             failure = run.typed(error)
         self._round(run, "blocks", failure, (_NONE,), "could not make scales")
         return blocks
+
+    def _agree_on_delta(self, run: StateRun, known: Known) -> Any:
+        """Finds what has changed since the version before. None where this version travels whole."""
+        if run.earlier is None:
+            return None
+        failure: Exception | None = None
+        delta = run.earlier.delta(known, self.parent.rank, run.checked)
+        row = [_NONE] * delta.row_length
+        try:
+            row = delta.compare()
+        except Exception as error:  # the others have to learn of it
+            failure = run.typed(error)
+        rows = self._round(run, "changes", failure, (_NONE, *row), "could not compare its weights")
+        return delta if delta.settle({rank: each[1:] for rank, each in rows.items()}) else None
 
     def _end(self, run: StateRun, known: Known, failure: Exception | None, digests: Digests | None) -> None:
         """The last round. Raises on all ranks unless everything arrived as it was sent."""

@@ -39,6 +39,7 @@ from ..groups.store import first_line, no_thread, store_failed, within
 from .recorded import RecordedDestinations
 from .state_arguments import Current, Given, State, receiving
 from .state_background import behind, own_stream
+from .state_delta import Arrived, Earlier
 from .state_dict import StateOptions, Where
 from .state_run import Conversation, Memory, Repeated, ReshardedState, StateRun
 
@@ -58,6 +59,9 @@ class WeightStats:
         bytes_sent, bytes_received: as `TransferStats` counts them.
         waited: seconds until all ranks were ready.
         seconds: from then until the version was whole on every rank.
+        ratio: with ``delta=True``, bytes that travel once, for all their receivers, over those of whole
+            tensors.
+        whole: with ``delta=True``, what travelled whole, and why; "" where nothing did.
     """
 
     version: int
@@ -65,6 +69,8 @@ class WeightStats:
     bytes_received: int
     waited: float
     seconds: float
+    ratio: float = 1.0
+    whole: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,13 +88,14 @@ class WeightProgress:
 
 class Buffer:
     """Memory of one version. state: what the user gets, None while it is not whole; torn: a version was in
-    flight into it, and did not arrive."""
+    flight into it, and did not arrive. arrived: a version that the next one may be made of."""
 
     def __init__(self) -> None:
         self.memory = Memory()
         self.state: ReshardedState | None = None
         self.version = -1
         self.torn = False
+        self.arrived: Arrived | None = None
 
 
 class Buffers:
@@ -116,17 +123,25 @@ class Buffers:
     def tear(self, buffer: Buffer) -> None:
         """It is about to be written."""
         with self._changed:
-            buffer.state, buffer.torn = None, True
+            buffer.state, buffer.torn, buffer.arrived = None, True, None
             if self._newest is buffer:
                 self._newest = None
 
-    def fill(self, buffer: Buffer, state: ReshardedState, stats: WeightStats) -> None:
+    def fill(
+        self, buffer: Buffer, state: ReshardedState, stats: WeightStats, arrived: Arrived | None = None
+    ) -> None:
         """The version in it is whole."""
         with self._changed:
-            buffer.state, buffer.version, buffer.torn = state, stats.version, False
+            buffer.state, buffer.version, buffer.torn, buffer.arrived = state, stats.version, False, arrived
             self._newest, self._claimed, self._refused = buffer, None, None
             self.stats = stats
             self._changed.notify_all()
+
+    def base(self) -> Arrived | None:
+        """Returns the newest version that is whole; None where that cannot be said of any."""
+        with self._changed:
+            whole = [each.arrived for each in self._buffers if each.arrived is not None]
+            return max(whole, key=lambda arrived: arrived.version, default=None)
 
     def release(self) -> None:
         """Nothing arrived in what was claimed."""
@@ -239,6 +254,7 @@ class _Side:
         self._state, self._out = state, out
         self._states: dict[str, Current] = {}
         self._calls = Repeated(parent.rank, given)
+        self._earlier = Earlier() if given.delta else None
         self._conversation = Conversation(parent, {})
         self._op = f"{_OP}.{'push' if self.pushes else 'pull'}"
         self._caller = Caller(_OP, parent.rank)
@@ -407,6 +423,9 @@ class _Side:
         try:
             run = self._run = self._prepared(self._op, version, buffer.memory, wrong)
             run.moving = lambda: self.buffers.tear(buffer)
+            run.earlier = earlier = self._earlier
+            if earlier is not None:
+                earlier.base = self.buffers.base()
             result = self._conversation.run(run, begin + self.limit if deadline is None else deadline)
         except BaseException as raised:
             self.buffers.release()
@@ -420,8 +439,9 @@ class _Side:
         assert result.version is not None  # each rank that pushes gives one
         each = [figures for call in run.made if (figures := call.figures()) is not None]
         sent, got = (sum(int(figures[name]) for figures in each) for name in ("bytes_sent", "bytes_received"))
-        stats = WeightStats(result.version, sent, got, begin - start, time.monotonic() - begin)
-        self.buffers.fill(buffer, result, stats)
+        seconds, each_of = time.monotonic() - begin, earlier or Earlier()
+        stats = WeightStats(result.version, sent, got, begin - start, seconds, each_of.ratio, each_of.whole)
+        self.buffers.fill(buffer, result, stats, each_of.arrived)
 
     def _interrupted(self, raised: BaseException) -> None:
         what = f"{type(raised).__name__}: {first_line(raised)}"
@@ -485,6 +505,9 @@ class WeightSync:
         buffers: 1 or 2 copies of what this rank receives. They are made when they are first needed.
         timeout: seconds that a push may take, half of them until the others are ready, and that a pull waits
             for a version; by default the group's.
+        delta: versions travel as their changes since the one before, where these are smaller, and arrive with
+            the same bits. Each rank that pushes keeps a copy of what it sends. The same on all ranks; not
+            with ``quantize=``.
         out: with one buffer, {name: tensor} to receive into, as for reshard_state_dict: the weights of a
             model that serves. A module, a function, and entries that share a module's memory: as for `state`.
 
@@ -516,6 +539,7 @@ class WeightSync:
         buffers: int = 2,
         timeout: float | timedelta | None = None,
         out: State | None = None,
+        delta: bool = False,
         **options: Unpack[StateOptions],
     ) -> None:
         self._fork_count = forks.count
@@ -536,7 +560,13 @@ class WeightSync:
                     f"with it{', or (mesh, placements) instead of tensors' if into else ''}"
                 )
             out = into or None if out is None else out
-            given = Given(None, destinations, **options)
+            if not isinstance(delta, bool):
+                raise LayoutError(f"delta={checks.shown(delta)}: expected True or False")
+            if delta and options.get("quantize") is not None:
+                raise LayoutError(
+                    "delta=True with quantize=, whose values all change with their scales; give one of them"
+                )
+            given = Given(None, destinations, delta=delta, **options)
         except Exception as error:
             wrong, given = Caller(_OP, parent.rank).typed(error), Given(None, None)
         twin = parent.twin(self._name)

@@ -22,15 +22,19 @@ __all__ = [
     "Ends",
     "Medium",
     "REDUCTIONS",
+    "STREAM_HEAD",
     "Shards",
     "Started",
     "Statistics",
     "Types",
+    "apply_changes",
     "check_shards",
+    "encode_changes",
     "ends_of",
     "filled",
     "fresh",
     "gpu_obstacle",
+    "keep_boxes",
     "own_obstacle",
     "require_gpu",
     "resolved",
@@ -122,6 +126,11 @@ def fresh(shape: Sequence[int], dtype: torch.dtype, device: str | torch.device |
     if device is None or str(device) == "cpu":
         return _C.fresh_tensor(shape, dtype)
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+# Boxes as their changes since an earlier version; see csrc/core/memory/changes.h and _C.pyi.
+STREAM_HEAD = _C.STREAM_HEAD
+keep_boxes, encode_changes, apply_changes = _C.keep_boxes, _C.encode_changes, _C.apply_changes
 
 
 def tensor_text(shape: Sequence[int], dtype: torch.dtype) -> str:
