@@ -12,7 +12,7 @@ import time
 import torch
 import torch.distributed as dist
 from meshcast import MeshcastError, elastic
-from meshcast.resharding import state_batches, state_run
+from meshcast.resharding import rows, state_batches
 from multiproc.cases_elastic import goes_on_as_one_that_began_here, world_of
 from multiproc.cases_replicas import HOSTS, resumed, trained
 from multiproc.elastic_training import Job, Reference
@@ -36,7 +36,7 @@ def die_at_the_moment() -> None:
     if MOMENT == "move":
         state_batches.Batch.run = lambda *_: die()
         return
-    gather, count = state_run.Rows.gather, [0]
+    gather, count = rows.Rows.gather, [0]
 
     def dying(self, row, limit):
         count[0] += 1
@@ -45,7 +45,7 @@ def die_at_the_moment() -> None:
             die()
         return gather(self, row, limit)
 
-    state_run.Rows.gather = dying
+    rows.Rows.gather = dying
 
 
 def all_agree(step: int) -> None:

@@ -53,18 +53,18 @@ class Compilations:
 
     def __init__(self) -> None:
         self.count = 0
-        self._original = state_batches._batches
+        self._original = state_batches.batches_of
 
     def __enter__(self):
         def counted(*arguments):
             self.count += 1
             return self._original(*arguments)
 
-        state_batches._batches = counted
+        state_batches.batches_of = counted
         return self
 
     def __exit__(self, *_):
-        state_batches._batches = self._original
+        state_batches.batches_of = self._original
 
 
 def many_kinds(context) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from meshcast.errors import DeadlineExceededError
-from meshcast.resharding.state_run import Rows
+from meshcast.resharding.rows import Rows
 
 
 class CutOff:
