@@ -1,8 +1,8 @@
 """The rounds in which the ranks of a call agree.
 
-In a round every rank sends a row of numbers and sees the rows of all. What a row cannot hold, texts, is
-posted in the rendezvous store, by one of the ranks that have the same. A rank that has failed says so in its
-row and posts why, so that all ranks raise in the same round.
+In a round every rank sends a row of numbers and sees the rows of all. Texts are posted in the rendezvous
+store, by one of the ranks that have the same. A rank that has failed says so in its row and posts why, so
+that all ranks raise in the same round.
 """
 
 from __future__ import annotations
