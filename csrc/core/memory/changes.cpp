@@ -9,7 +9,9 @@
 
 #include "common/error.h"
 
-#if defined(__x86_64__)
+// clang-tidy cannot read the intrinsics of GCC's headers (CMakeLists.txt).
+#if defined(__x86_64__) && !defined(MESHCAST_NO_INTRINSICS)
+#define MESHCAST_X86
 #include <immintrin.h>
 #endif
 
@@ -100,7 +102,7 @@ uint64_t differing_one_by_one(const std::byte* a, const std::byte* b, int64_t n)
   return found;
 }
 
-#if defined(__x86_64__)
+#ifdef MESHCAST_X86
 // 16 elements that are equal, as bytes of ones.
 template <typename T>
 [[gnu::always_inline]] inline __m128i equal_bytes(const std::byte* a, const std::byte* b) {
@@ -123,7 +125,7 @@ template <typename T>
 
 template <typename T>
 [[gnu::always_inline]] inline uint64_t differing(const std::byte* a, const std::byte* b, int64_t n) {
-#if defined(__x86_64__)
+#ifdef MESHCAST_X86
   if constexpr (sizeof(T) <= 4) {
     if (n == kGroup) {
       constexpr int64_t kBytes = 16 * sizeof(T);
@@ -155,7 +157,7 @@ using TakeGroup = const std::byte* (*)(const std::byte* from, std::byte* to);
 template <typename T>
 constexpr int64_t kTouched = 1 + kByteBits + kGroup* int64_t{sizeof(T)} + 64;
 
-#if defined(__x86_64__)
+#ifdef MESHCAST_X86
 // Processors that pack and spread the lanes of a vector do it without a branch for each element, of which many
 // would be predicted wrongly.
 #define MESHCAST_PACKS_LANES gnu::target("avx512f,avx512bw,avx512vl,avx512vbmi2,popcnt")
@@ -319,7 +321,7 @@ int64_t encode_box(const StridedView& box, std::byte* earlier, std::byte* out) {
   return at == nbytes;
 }
 
-#if defined(__x86_64__)
+#ifdef MESHCAST_X86
 [[gnu::target("popcnt")]] bool fits_counted(const std::byte* record, int64_t nbytes, int64_t elements,
                                             int64_t element_bytes) {
   return fits(record, nbytes, elements, element_bytes);
