@@ -257,7 +257,8 @@ def _run(command: Command, step: Step, dry: bool, left: float, log: TextIO, resu
         except subprocess.TimeoutExpired:
             status = None
         end_all(mark)
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20.0)  # what hangs inside the driver cannot be killed
     said = output.read_text(errors="replace")
     log.write(said)
     if command.refusal and command.refusal in said:
@@ -287,7 +288,11 @@ def end_all(mark: str) -> None:
 def _count(junit: Path, result: dict[str, Any]) -> str | None:
     """Adds pytest's results. The message of the first failure."""
     first = None
-    for case in ElementTree.parse(junit).getroot().iter("testcase"):
+    try:
+        cases = list(ElementTree.parse(junit).getroot().iter("testcase"))
+    except ElementTree.ParseError:
+        return "pytest was ended while it wrote its results"
+    for case in cases:
         problems = [*case.iter("failure"), *case.iter("error")]
         if problems:
             result["failed"] += 1

@@ -142,10 +142,9 @@ void IpcExchange::name_messages() {
       const IpcExports::Place& place = places[p][i];
       IpcNote note;
       note.memory = place.memory;
-      const std::byte* const base = exports_.entry(place.memory).range.base;
-      if (to.told.emplace(place.memory, base).second) {
-        driver_.staging().show(base);
+      if (const auto [known, fresh] = to.told.emplace(place.memory, nullptr); fresh) {
         const IpcExports::Entry& entry = exports_.entry(place.memory);
+        if (driver_.staging().show(entry.range.base)) known->second = entry.range.base;
         note.kind = IpcNote::Kind::Memory;
         note.nbytes = entry.range.nbytes;
         note.handle = entry.handle;
@@ -188,6 +187,9 @@ void IpcExchange::tell_forgotten() {
 void IpcExchange::retire(const std::byte* base) {
   if (closed_ || aborted_) return;
   exports_.forget_at(base);
+  for (const Peer& to : peers_)  // of before staging grew
+    for (const auto& [memory, block] : to.told)
+      if (block != nullptr) exports_.forget_at(block);
   for (const auto& each : bounces_) exports_.forget_at(each.get());
   bounces_.clear();
   bounce_bytes_ = 0;

@@ -77,7 +77,7 @@ class IpcExchange {
     Event own_copied = 0;                          // this rank's: it has copied from the peer
     std::deque<IpcNote> outbox;                    // for which the socket had no room
     std::deque<IpcNote> inbox;                     // messages of a group that this rank is not in yet
-    std::map<uint64_t, const std::byte*> told;     // memory of this rank that the peer knows
+    std::map<uint64_t, const std::byte*> told;     // memory of this rank that the peer knows; null: no staging
     std::map<uint64_t, const std::byte*> leaving;  // that it is to forget, and may have mapped
     uint64_t groups_sent = 0;                      // groups that were not empty
     uint64_t groups_received = 0;

@@ -76,7 +76,13 @@ std::string IpcProof::read(const std::string& text, TimePoint deadline) {
   if (text.size() != sizeof card) return "it runs another version of meshcast: install one everywhere";
   std::memcpy(&card, text.data(), sizeof card);
   if (card.version != version) return "it runs another version of meshcast: install one everywhere";
-  std::byte* const base = driver_.open_memory(card.memory);
+  std::byte* base = driver_.open_memory(card.memory);
+  // A lane may still map what lay there before; what it needs is mapped again.
+  for (bool stays = true; base == nullptr && stays && Clock::now() < deadline;) {
+    stays = driver_.mappings().close_others(nullptr);
+    base = driver_.open_memory(card.memory);
+    if (base == nullptr && stays) std::this_thread::sleep_for(kPause);
+  }
   if (base == nullptr) return "CUDA refuses to map it (already mapped)";
   const auto found = std::make_shared<uint64_t>(~card.mark);
   const auto stream = device_.transfer_stream();
@@ -87,6 +93,10 @@ std::string IpcProof::read(const std::string& text, TimePoint deadline) {
   try {
     theirs = driver_.open_event(card.written);
     over = device_.make_event();
+    // Before the copy: one to memory that is not pinned may block until the stream comes to it.
+    bool written = false;
+    while (!(written = device_.reached(theirs)) && Clock::now() < deadline) std::this_thread::sleep_for(kPause);
+    if (!written) throw Error(ErrorKind::Generic, "its GPU did not write a few bytes in time");
     device_.wait(stream, theirs);
     passed = false;
     driver_.copy(stream, reinterpret_cast<std::byte*>(found.get()), base + card.offset, kMarkBytes);

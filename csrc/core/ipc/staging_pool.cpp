@@ -84,10 +84,12 @@ void StagingPool::give(std::byte* data) {
   figures_.spare += block.nbytes;
 }
 
-void StagingPool::show(const std::byte* base) {
+bool StagingPool::show(const std::byte* base) {
   const std::lock_guard lock(mutex_);
   const auto found = blocks_.find(base);
-  if (found != blocks_.end()) ++found->second.shown;
+  if (found == blocks_.end()) return false;
+  ++found->second.shown;
+  return true;
 }
 
 void StagingPool::hide(const std::byte* base) {

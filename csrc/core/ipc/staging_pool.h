@@ -40,8 +40,9 @@ class StagingPool {
   std::byte* take(int64_t nbytes);
   void give(std::byte* data);
 
-  // One more process, or one fewer, may have a block mapped. Other addresses are ignored.
-  void show(const std::byte* base);
+  // One more process, or one fewer, may have a block mapped. Returns whether there is a block: other addresses
+  // are ignored, but may be those of blocks later.
+  bool show(const std::byte* base);
   void hide(const std::byte* base);
   // A peer that still has blocks mapped, at the end of a connection. They are until its last note has come, or
   // it has ended.

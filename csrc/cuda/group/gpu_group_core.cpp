@@ -299,7 +299,8 @@ GpuGroupCore::Next GpuGroupCore::poll_once() {
   }
   if (more) return Next::Soon;
   if (rests) return Next::Rest;
-  ipc_staging(device_).trim();  // without any lock: it may wait for all that runs on the GPU
+  // Without any lock: it may wait for all that runs on the GPU, which may not end once a rank has failed.
+  if (!failure()) ipc_staging(device_).trim();
   return Next::Call;
 }
 
@@ -319,9 +320,11 @@ void GpuGroupCore::shutdown() {
   }
   poller_.join();
   std::map<int32_t, Lane> lanes;
+  bool failed = false;
   {
     const std::lock_guard lock(mutex_);
-    if (!error_) error_ = shut_down_error();
+    failed = error_ != nullptr;
+    if (!failed) error_ = shut_down_error();
     lanes.swap(lanes_);
   }
   // Works keep their engine alive: runs in flight and communicators end here, and not with them.
@@ -335,7 +338,7 @@ void GpuGroupCore::shutdown() {
   }
   lanes.clear();
   bin_->empty();
-  ipc_staging(device_).trim();
+  if (!failed) ipc_staging(device_).trim();
 }
 
 std::string nccl_unique_id() {

@@ -109,7 +109,7 @@ def own_offer(device: int) -> GpuOffer:
             wants=wanted,
             reaches=_reachable(device),
             blocks=_C.nccl_blocks_left(device),
-            link_rate=_nvlink_rate(str(properties.uuid)),
+            link_rate=_nvlink_rate(str(properties.uuid), properties.major),
             free=torch.cuda.mem_get_info(device)[0],
             staging=settings.CUDA_STAGING_MB.integer() << 20,
             no_nccl=no_nccl,
@@ -137,33 +137,29 @@ def _reachable(device: int) -> tuple[str, ...]:
     )
 
 
-# Bytes/s of one link in one direction, by generation.
-_NVLINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
 _MOST_NVLINKS = 18
 
 
-def _nvlink_rate(uuid: str) -> int:
-    """Bytes/s of all NVLinks of a GPU together, in one direction, as NVML knows them; 0 where it is missing
-    or knows none."""
+def _nvlink_rate(uuid: str, major: int) -> int:
+    """Bytes/s of all NVLinks of a GPU together, in one direction, as many as NVML says are active; 0 where it
+    is missing or knows none. major: of the compute capability, by which a link has its rate."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return 0
-    gpu, number, rate = ctypes.c_void_p(), ctypes.c_uint(), 0.0
-    if nvml.nvmlInit_v2() != 0:
-        return 0
-    try:
-        name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
-        if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(gpu)) != 0:
+        gpu, active, links = ctypes.c_void_p(), ctypes.c_uint(), 0
+        if nvml.nvmlInit_v2() != 0:
             return 0
-        for link in range(_MOST_NVLINKS):
-            if nvml.nvmlDeviceGetNvLinkState(gpu, link, ctypes.byref(number)) != 0 or number.value != 1:
-                continue
-            if nvml.nvmlDeviceGetNvLinkVersion(gpu, link, ctypes.byref(number)) == 0:
-                rate += _NVLINK_RATES.get(number.value, max(_NVLINK_RATES.values()))
-    finally:
-        nvml.nvmlShutdown()
-    return int(rate)
+        try:
+            name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+            if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(gpu)) != 0:
+                return 0
+            for link in range(_MOST_NVLINKS):
+                state = nvml.nvmlDeviceGetNvLinkState(gpu, link, ctypes.byref(active))
+                links += state == 0 and active.value == 1
+        finally:
+            nvml.nvmlShutdown()
+    except (OSError, AttributeError):  # no library, or one that lacks a function
+        return 0
+    return int(links * (20e9 if major < 7 else 25e9 if major < 10 else 50e9))
 
 
 _OP = "connect"

@@ -198,7 +198,11 @@ class FakeIpcDriver final : public IpcDriver {
     item.until = [&cluster, owner, at, count] { return cluster.rank(owner).reached[at][count] != 0; };
     cluster.rank(rank_).streams[stream].push_back(std::move(item));
   }
-  bool reached(Event event) { return device_.reached(event); }
+  bool reached(Event event) {
+    if (event >> 32 == 0) return device_.reached(event);
+    const auto owner = static_cast<int32_t>(event >> 32) - 1;
+    return host_.cluster.rank(owner).reached[event & 0xFFFFFFFF].back() != 0;
+  }
 
   void copy(Stream stream, std::byte* to, const std::byte* from, int64_t nbytes) override {
     const std::lock_guard lock(host_.mutex);

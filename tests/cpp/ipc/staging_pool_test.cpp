@@ -22,6 +22,21 @@ struct Pooled {
 
 }  // namespace
 
+TEST_CASE("memory that is not of the pool cannot be shown", "[ipc]") {
+  std::byte other{};
+  StagingPool pool({[&](int64_t) { return &other; }, [](std::byte*) {}});
+  CHECK_FALSE(pool.show(&other));  // torch's, at an address that the pool gets later
+  std::byte* const block = pool.take(1);
+  CHECK(block == &other);
+  CHECK(pool.show(block));
+  pool.give(block);
+  pool.trim();
+  CHECK(pool.figures().returned == 0);
+  pool.hide(block);
+  pool.trim();
+  CHECK(pool.figures().returned == 1);
+}
+
 TEST_CASE("a block that was given back serves the next request of a similar size", "[ipc]") {
   Pooled of;
   std::byte* const first = of.pool.take(100);

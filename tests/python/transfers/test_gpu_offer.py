@@ -142,12 +142,16 @@ def test_kernels_of_all_communicators_fit_on_the_gpu_at_once(
 
 
 class Nvml:
-    """NVML of a GPU with two active links and two that are off. missing: a function that fails."""
+    """NVML of a GPU with two active links and two that are off. missing: a function that fails; lacking: one
+    that the library does not have."""
 
-    def __init__(self, version: int, missing: str = "") -> None:
-        self.version, self.missing, self.open = version, missing, 0
+    def __init__(self, missing: str = "", lacking: str = "") -> None:
+        self.missing, self.lacking, self.open = missing, lacking, 0
 
     def __getattr__(self, name: str) -> Callable[..., int]:
+        if name == self.lacking:
+            raise AttributeError(name)
+
         def call(*arguments: Any) -> int:
             if name == self.missing:
                 return 999
@@ -157,35 +161,33 @@ class Nvml:
             if name == "nvmlDeviceGetNvLinkState":
                 arguments[2]._obj.value = int(arguments[1] in (0, 3))
                 return 0 if arguments[1] < 4 else 2
-            if name == "nvmlDeviceGetNvLinkVersion":
-                arguments[2]._obj.value = self.version
             return 0
 
         return call
 
 
 @pytest.mark.parametrize(
-    ("version", "missing", "rate"),
+    ("major", "library", "rate"),
     [
-        (4, "", 50e9),
-        (5, "", 100e9),
-        (9, "", 100e9),
-        (4, "nvmlInit_v2", 0),
-        (4, "nvmlDeviceGetHandleByUUID", 0),
+        (6, Nvml(), 40e9),
+        (9, Nvml(), 50e9),
+        (10, Nvml(), 100e9),
+        (9, Nvml("nvmlInit_v2"), 0),
+        (9, Nvml("nvmlDeviceGetHandleByUUID"), 0),
+        (9, Nvml(lacking="nvmlDeviceGetNvLinkState"), 0),
     ],
 )
-def test_the_rate_of_nvlinks_is_that_of_nvml(
-    version: int, missing: str, rate: float, monkeypatch: pytest.MonkeyPatch
+def test_the_rate_of_nvlinks_is_that_of_the_active_ones(
+    major: int, library: Nvml, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = Nvml(version, missing)
     monkeypatch.setattr(gpu.ctypes, "CDLL", lambda _: library)
-    assert gpu._nvlink_rate("1234") == gpu._nvlink_rate("GPU-1234") == rate
+    assert gpu._nvlink_rate("1234", major) == gpu._nvlink_rate("GPU-1234", major) == rate
     assert library.open == 0
 
 
 def test_without_nvml_no_rate_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.ctypes, "CDLL", mock.Mock(side_effect=OSError("not found")))
-    assert gpu._nvlink_rate("1234") == 0
+    assert gpu._nvlink_rate("1234", 9) == 0
 
 
 def one_host(count: int = 4, **changes: object) -> dict[int, GpuOffer]:
@@ -295,8 +297,14 @@ def test_all_ranks_come_to_one_verdict() -> None:
     assert seen == {NCCL, CUDA_IPC, LayoutError, MeshcastError}
 
 
+def gpu_named(_: object) -> SimpleNamespace:
+    return SimpleNamespace(uuid="U", name="N", major=9)
+
+
 def test_a_wish_that_does_not_exist_becomes_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="U", name="N"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="U", name="N", major=9)
+    )
     monkeypatch.setattr("meshcast._C.nccl_version", lambda: "2.28.9", raising=False)
     for value in ("NCCL", "ipc"):
         monkeypatch.setenv("MESHCAST_CUDA_TRANSPORT", value)
@@ -310,7 +318,9 @@ def test_cuda_ipc_is_not_tried_where_nccl_is_asked_for(
     """The look takes memory of the GPU."""
     asked: list[int] = []
     monkeypatch.setenv("MESHCAST_CUDA_TRANSPORT", wish)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="U", name="N"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="U", name="N", major=9)
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (3 << 30, 4 << 30))
     monkeypatch.setattr("meshcast._C.nccl_blocks_left", lambda _: 100, raising=False)
