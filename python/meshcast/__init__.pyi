@@ -29,7 +29,7 @@ from .resharding.autograd import backward as backward
 from .resharding.measure import measure_topology as measure_topology
 from .resharding.record_destinations import record_destinations as record_destinations
 from .resharding.recorded import RecordedDestinations as RecordedDestinations
-from .resharding.redistribute import enable_dtensor_redistribute as enable_dtensor_redistribute
+from .resharding.reshard import enable_dtensor_redistribute as enable_dtensor_redistribute
 from .resharding.reshard import reshard as reshard
 from .resharding.reshard import reshard_ as reshard_
 from .resharding.reshard import reshard_local as reshard_local

@@ -1,8 +1,10 @@
 """reshard, reshard_many and reshard_: tensors on one mesh become the same tensors on another. reshard_local
-does the same for plain tensors and layouts: no DTensor, no DeviceMesh, no autograd."""
+does the same for plain tensors and layouts: no DTensor, no DeviceMesh, no autograd.
+enable_dtensor_redistribute lets DTensor.redistribute do what reshard does."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from ..topology import Topology
 
 __all__ = [
+    "enable_dtensor_redistribute",
     "reshard",
     "reshard_",
     "reshard_local",
@@ -466,6 +469,61 @@ def _check(out: Any, x: Any) -> ReshardGoal:
         return ReshardGoal(out.mesh, out.placements, out.dtype)
     check_storage(out._local_tensor)
     return ReshardGoal(out.device_mesh, out.placements, out.dtype)
+
+
+def enable_dtensor_redistribute(enabled: bool = True) -> None:
+    """Lets x.redistribute(other_mesh, placements) reshard, where torch raises "Cross device mesh comm not
+    supported yet!". Calls on the mesh of x stay torch's own.
+
+    Opt in, for the whole process; False takes it back. Every rank of both meshes makes the call. async_op
+    returns the finished tensor; forward_dtype is the dtype of the result. Group, strategy, topology and
+    timeout are the defaults of meshcast.reshard.
+
+    Raises:
+        LayoutError: `enabled` is neither True nor False.
+
+    Example, on the four ranks of ``torchrun --nproc-per-node 4``::
+
+        meshcast.enable_dtensor_redistribute()
+        source, target = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+        x = distribute_tensor(torch.ones(4, 2), source, [Shard(0)])
+        y = x.redistribute(target, [Replicate()])
+        assert y.device_mesh == target
+        meshcast.enable_dtensor_redistribute(False)
+    """
+    if not isinstance(enabled, bool):
+        raise LayoutError(
+            f"enable_dtensor_redistribute: enabled {checks.shown(enabled)}: expected True or False"
+        )
+    current: Any = DTensor.redistribute
+    original = getattr(current, "_meshcast_original", None)
+    if not enabled:
+        if original is not None:
+            DTensor.redistribute = original  # type: ignore[method-assign]
+        return
+    if original is not None:
+        return
+
+    @functools.wraps(current)
+    def redistribute(
+        self: DTensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> DTensor:
+        if device_mesh is None or placements is None or device_mesh == self.device_mesh:
+            return current(self, device_mesh, placements, **options)
+        unknown = {name for name, value in options.items() if value} - {"async_op", "forward_dtype"}
+        if unknown:
+            error = TypeError(f"redistribute to another mesh takes no {', '.join(sorted(unknown))}")
+            try:
+                raise_refused(error, "redistribute", [self, device_mesh])
+            except LayoutError:
+                raise error from None
+        return reshard(self, device_mesh, placements, dtype=options.get("forward_dtype"))
+
+    redistribute._meshcast_original = current  # type: ignore[attr-defined]
+    DTensor.redistribute = redistribute  # type: ignore[method-assign]
 
 
 _OP = "reshard_local"
