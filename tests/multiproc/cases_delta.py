@@ -435,6 +435,107 @@ def into_a_loader(context) -> None:
     sync.close()
 
 
+def pushed(context, sync, w, version, now) -> None:
+    """One version from rank 0 to all others, each of which has now() of it."""
+    sync.push(version) if context.rank == 0 else sync.pull(version)
+    if context.rank:
+        assert torch.equal(now(), w), version
+    context.wait_for_all(f"{sync._name} {version}")
+
+
+def outputs_with_other_memory(context) -> None:
+    """`x.data = y` counts no change, and y is not the version before."""
+    w, out = torch.arange(4000.0).view(40, 100), {"w": torch.zeros(40, 100)}
+    mine = {"w": w} if context.rank == 0 else None
+    sync = meshcast.WeightSync(mine, out=out if context.rank else None, buffers=1, delta=True)
+    for version in range(1, 5):
+        w[version, 3] += 1
+        if version == 3 and context.rank:
+            out["w"].data = torch.full((40, 100), -7.0)
+        pushed(context, sync, w, version, lambda: out["w"])
+        assert (sync.stats.ratio < 0.1) is (version in (2, 4)), sync.stats
+    sync.close()
+
+
+def a_version_changes_while_the_next_is_made_of_it(context) -> None:
+    """All ranks raise, and the next version is whole."""
+    job, draw = usual(context), torch.Generator().manual_seed(12)
+    job.turn()
+    job.become({"w": changed(job.fulls["w"], 0.01, draw)})
+    job.version += 1
+    last, original = job.servers[-1], state_delta.Delta.run
+    if job.rank == last:
+
+        def run(self, deadline):
+            job.sync.state["b"].to_local().zero_()
+            return original(self, deadline)
+
+        state_delta.Delta.run = run
+        kind, text = MeshcastError, "'b' of the version before was changed in place"
+    else:
+        kind, text = PlanMismatchError, f"rank {last} could not take part"
+    raises(kind, text, lambda: (job.sync.push if job.trains else job.sync.pull)(job.version))
+    state_delta.Delta.run = original
+    job.meet("changed")
+    assert job.turn().ratio == 1.0
+    assert job.turn({"w": changed(job.fulls["w"], 0.01, draw)}).ratio < 0.2
+    job.close()
+
+
+class Loaded(torch.nn.Module):
+    """What it loads is negated in place first, or not."""
+
+    def __init__(self, negates) -> None:
+        super().__init__()
+        self.negates, self.a = negates, torch.nn.Parameter(torch.empty(40, 100))
+
+    def load_weights(self, weights) -> None:
+        for _, tensor in weights:
+            self.a.data.copy_(tensor.neg_() if self.negates else tensor)
+
+
+def loaders_that_change_what_they_load(context) -> None:
+    """Nor are later writes into the memory of a recorded engine the version before."""
+    for negates in (True, False):
+        w, engine = torch.arange(4000.0).view(40, 100), Loaded(negates)
+        held = {"a": w} if context.rank == 0 else None
+        names = {"a": (w.shape, w.dtype)}
+        recorded = meshcast.record_destinations(engine if context.rank else None, names_and_shapes=names)
+        sync = meshcast.WeightSync(held, recorded, buffers=1, delta=True)
+        for version in range(1, 4):
+            w[version, 3] += 1
+            if version == 3:
+                zeros = {"a": torch.zeros(40, 100)} if context.rank == 0 else None
+                meshcast.reshard_state_dict(zeros, recorded)
+            pushed(context, sync, -w if negates else w, version, lambda engine=engine: engine.a.data)
+            assert (sync.stats.ratio < 0.1) is (version == 2 and not negates), (negates, sync.stats)
+        sync.close()
+
+
+def versions_of_two_kinds(context) -> None:
+    """The names of what is held change, and with them the numbers begin again."""
+    w, draw = torch.zeros(40, 100), torch.Generator().manual_seed(13)
+    extra = ["z"]
+
+    def state():
+        return {"w" if context.rank == 0 else "own": w, f"{extra[0]}{context.rank}": torch.ones(3)}
+
+    place = Layout(list(range(1, context.world)), [Replicate()])
+    chosen = ("w", "own", "z0", "z1", "u0", "u1")
+    sync = meshcast.WeightSync(
+        state, {"w": place}, delta=True, only=lambda name: name in chosen, strict=False
+    )
+    for kind, version, pulls in (("z", 5, True), *(("u", n, False) for n in (3, 4, 5, 6)), ("u", 7, True)):
+        extra[0] = kind
+        w[version] = torch.randn(100, generator=draw)
+        sync.push(version)
+        if pulls and context.rank:
+            sync.pull()
+            assert torch.equal(sync.state["w"], w), version
+        context.wait_for_all(f"{sync._name} {kind} {version}")
+    sync.close()
+
+
 def bad_input(context) -> None:
     """Typed, on all ranks, before anything moves."""
     trainers, servers = halves(context)
@@ -509,6 +610,10 @@ CASES = [
     casts,
     maps_and_kinds,
     into_a_loader,
+    outputs_with_other_memory,
+    a_version_changes_while_the_next_is_made_of_it,
+    loaders_that_change_what_they_load,
+    versions_of_two_kinds,
     bad_input,
     damaged_changes,
 ]

@@ -27,7 +27,7 @@ from ..planning.plan import Problem
 from ..transfers.medium import STREAM_HEAD, Ends, apply_changes, encode_changes, fresh, keep_boxes
 from ..transfers.transfer import Call, PlanOptions
 from .state_arguments import StateCall
-from .state_batches import Batch, Digests, Known, batches_of, pieces_inside, traveling
+from .state_batches import Batch, Digests, Known, batches_of, pieces_inside, torn, traveling
 from .state_entries import Agreed, Move, Target, local_of, recorded_name
 from .state_quantize import Near
 
@@ -264,14 +264,18 @@ def _flat(boxes: Mapping[int, Sequence[tuple[Box, int]]], sizes: Mapping[int, in
 
 
 class Arrived(NamedTuple):
-    """A version as it arrived on this rank: its number, and what it arrived in, by target, each with its
-    number of changes in place. Versions of one number are of one kind on all ranks."""
+    """A version as it arrived on this rank: its number and kind, and what it arrived in, by target, each with
+    its number of changes in place."""
 
     version: int
+    known: Known
     tensors: dict[str, tuple[torch.Tensor, int]]
 
-    def intact(self, call: StateCall) -> int:
-        """Returns its number; NONE where it was changed since, or the call has other outputs."""
+    def intact(self, known: Known, call: StateCall) -> int:
+        """Returns its number; NONE where it was changed since, or the call is of another kind or has other
+        outputs."""
+        if self.known is not known:  # the numbers of each kind grow, and two kinds may have one number
+            return NONE
         if any(tensor._version != seen for tensor, seen in self.tensors.values()):
             return NONE
         into = {name: local_of(out) for name, out in call.outs.items()}
@@ -283,7 +287,8 @@ class Arrived(NamedTuple):
 
 
 def _one_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+    places = ((x.data_ptr(), x.shape, x.stride(), x.is_conj(), x.is_neg()) for x in (a, b))
+    return next(places) == next(places)
 
 
 @dataclass
@@ -299,10 +304,12 @@ class Earlier:
     arrived: Arrived | None = None
     ratio: float = 1.0
     whole: str = ""
+    spoilt: bool = False
 
     def forget(self) -> None:
         """The values are no version any longer."""
         self.version, self.arrived, self.ratio, self.whole = NONE, None, 1.0, ""
+        self.spoilt = False
 
     def delta(self, known: Known, rank: int, call: StateCall) -> Delta:
         """Returns the next version, of which nothing has been compared."""
@@ -315,8 +322,9 @@ class Earlier:
         self.version = version
         names = [] if known.delta is None else [target.name for target in known.delta.targets]
         tensors = {name: arriving[name] for name in names if name in arriving}
-        if not any(tensor.is_inference() for tensor in tensors.values()):
-            self.arrived = Arrived(version, {n: (x, x._version) for n, x in tensors.items()})
+        if not self.spoilt and not any(tensor.is_inference() for tensor in tensors.values()):
+            # Of a tensor that is given other memory by `x.data = y`, which counts no change, this is the old.
+            self.arrived = Arrived(version, known, {n: (x.detach(), x._version) for n, x in tensors.items()})
 
 
 class Delta:
@@ -345,7 +353,7 @@ class Delta:
             has.add(earlier.version if earlier.known is self._known else NONE)
         if plan.receives:
             base = self._base
-            has.add(NONE if base is None else base.intact(call))
+            has.add(NONE if base is None else base.intact(self._known, call))
         version = _ANY if not has else has.pop() if len(has) == 1 else NONE
         earlier.known = self._known
         earlier.forget()
@@ -430,9 +438,11 @@ class Delta:
     ) -> None:
         """Makes this version of the one before, in what targets arrive in."""
         plan, base = self._plan, self._base
-        for name, (tensor, _) in {} if base is None else base.tensors.items():
+        copied = {}
+        for name, (tensor, seen) in {} if base is None else base.tensors.items():
             if not _one_memory(tensor, arriving[name]):
                 arriving[name].copy_(tensor)
+                copied[name] = tensor, seen
         plan.copy_own(sources, arriving)
         if self._rooms:
             sizes = [self._rooms[number] for number in plan.received()]
@@ -441,6 +451,12 @@ class Delta:
                     apply_changes(stream[: self._needs[number]], plan.places(number, arriving))
         if digests is not None:
             self._observe(digests, sources, arriving)
+        for name, (tensor, seen) in copied.items():  # since compare(), by a user of what is served
+            if tensor._version != seen:
+                raise torn(
+                    f"{name!r} of the version before was changed in place while this one was made of it; let "
+                    "the push return first"
+                )
 
     def _observe(
         self, digests: Digests, sources: Mapping[str, torch.Tensor], arriving: Mapping[str, torch.Tensor]

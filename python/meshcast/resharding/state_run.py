@@ -257,7 +257,10 @@ class StateRun:
         call = self.checked
         if call.recorded is not None:
             whole = {name: arrived[targets[name].alias or name] for name in call.side.wanted}
+            seen = {name: x._version for name, x in whole.items() if not x.is_inference()}
             call.recorded._finish(call.memory, whole)
+            if self.earlier is not None:  # the loader may change what it is given: it is no version then
+                self.earlier.spoilt = any(whole[name]._version != version for name, version in seen.items())
 
     def fill(self, known: Known, arrived: dict[str, torch.Tensor], values: dict[str, Any]) -> ReshardedState:
         """Puts into `result` what this rank asked for. Tied targets are one tensor, as at the source."""
@@ -358,6 +361,7 @@ class Conversation:
             run.finish(agreed.targets, arriving)
             self.kept.add(run.key, known)
         except (DeadlineExceededError, PeerLostError, AbortedError):
+            self._note_written(run)
             raise
         except Exception as error:  # of one rank's tensors: ranks that do not need them have to learn of it
             failure = run.typed(error)
@@ -470,10 +474,15 @@ class Conversation:
         """The last round. Raises on all ranks unless everything arrived as it was sent."""
         changed = run.changed(known.agreed.sources)
         row = (changed[0] if changed else _NONE, *(() if digests is None else digests.row()))
+        self._note_written(run)
         rows = self._round(run, "failed", failure, row, "could not take part", last=True)
-        for out in run.checked.outs.values():  # autograd has to know that they were written
-            note_written(*([out, out._local_tensor] if isinstance(out, DTensor) else [out]))
         check_whole(known.agreed, rows, digests is not None)
+
+    def _note_written(self, run: StateRun) -> None:
+        """Counts the writes of the call, whatever becomes of it: autograd and later versions have to know."""
+        for out in run.checked.outs.values():
+            note_written(*([out, out._local_tensor] if isinstance(out, DTensor) else [out]))
+        note_written(*run.checked.memory.values())
 
     def _round(
         self,

@@ -13,11 +13,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -39,9 +39,11 @@ from ..groups.store import first_line, no_thread, store_failed, within
 from .recorded import RecordedDestinations
 from .state_arguments import Current, Given, State, receiving
 from .state_background import behind, own_stream
-from .state_delta import Arrived, Earlier
 from .state_dict import StateOptions, Where
 from .state_run import Conversation, Memory, Repeated, ReshardedState, StateRun
+
+if TYPE_CHECKING:
+    from .state_delta import Arrived, Earlier
 
 __all__ = ["Buffer", "Buffers", "WeightProgress", "WeightStats", "WeightSync"]
 
@@ -254,7 +256,7 @@ class _Side:
         self._state, self._out = state, out
         self._states: dict[str, Current] = {}
         self._calls = Repeated(parent.rank, given)
-        self._earlier = Earlier() if given.delta else None
+        self._earlier = _nothing_earlier() if given.delta else None
         self._conversation = Conversation(parent, {})
         self._op = f"{_OP}.{'push' if self.pushes else 'pull'}"
         self._caller = Caller(_OP, parent.rank)
@@ -297,6 +299,10 @@ class _Side:
         if not self._left and self._fork_count == forks.count:
             self._left = f"rank {self.parent.rank} {why}"
             self.end(AbortedError, self._left, self._caller.error(AbortedError, self._left))
+
+    def forget(self) -> None:
+        """Gives up what it keeps of the last version. Nothing begins any longer."""
+        self._earlier = None
 
     def ask(self, call: Callable[[], None], seconds: float, what: str) -> None:
         """call(), which uses the store and ends by itself within so many seconds where that answers."""
@@ -439,9 +445,10 @@ class _Side:
         assert result.version is not None  # each rank that pushes gives one
         each = [figures for call in run.made if (figures := call.figures()) is not None]
         sent, got = (sum(int(figures[name]) for figures in each) for name in ("bytes_sent", "bytes_received"))
-        seconds, each_of = time.monotonic() - begin, earlier or Earlier()
-        stats = WeightStats(result.version, sent, got, begin - start, seconds, each_of.ratio, each_of.whole)
-        self.buffers.fill(buffer, result, stats, each_of.arrived)
+        stats = WeightStats(result.version, sent, got, begin - start, time.monotonic() - begin)
+        if earlier is not None:
+            stats = replace(stats, ratio=earlier.ratio, whole=earlier.whole)
+        self.buffers.fill(buffer, result, stats, None if earlier is None else earlier.arrived)
 
     def _interrupted(self, raised: BaseException) -> None:
         what = f"{type(raised).__name__}: {first_line(raised)}"
@@ -469,6 +476,12 @@ class _Side:
         except RuntimeError:  # none is to be had, or the interpreter ends: this rank's own waits for it, too
             tell()
         notified.wait(_TELL)
+
+
+def _nothing_earlier() -> Earlier:
+    from .state_delta import Earlier
+
+    return Earlier()
 
 
 _JOIN = 2.5  # seconds that a version in flight gets when this rank ends
@@ -692,6 +705,7 @@ class WeightSync:
         self._parent.at_end.pop(self._name, None)
         self._parent.drop_twin(self._name, limit)
         self._side.join(_JOIN)  # a version in flight for longer is aborted by now
+        self._side.forget()
 
     def __enter__(self) -> Self:
         return self
