@@ -91,6 +91,14 @@ def command(head: Found) -> str:
     return _BEFORE.sub(now, head["command"])
 
 
+def origin(head: Found) -> str:
+    """The command of a run, and what it ran on."""
+    return (
+        f"`{command(head)}`: commit {head['commit']}, {head['cores']} cores, kernel {head['kernel']}, "
+        f"torch {head['torch']}"
+    )
+
+
 def _commit() -> str:
     """The commit of the tree that this file is in; "unknown" without git, or outside a repository."""
     git = shutil.which("git")

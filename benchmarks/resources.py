@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .cluster import Loopback, run_job
-from .harness import Found, Page, command, machine, positive, table
+from .harness import Found, Page, machine, origin, positive, table
 from .ranks import (
     Figure,
     Report,
@@ -319,8 +319,7 @@ def text(results: Found) -> str:
     """A Markdown table with its head."""
     head = results["header"]
     said = (
-        f"`{command(head)}`: commit {head['commit']}, {head['cores']} cores, kernel {head['kernel']}, "
-        f"torch {head['torch']}; {head['mib']} MiB per rank where memory is measured; medians of "
+        f"{origin(head)}; {head['mib']} MiB per rank where memory is measured; medians of "
         f"{head['repeats']} rounds taken in turn."
     )
     lines = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..harness import Found, Page, command, new_figure, save_chart, table
+from ..harness import Found, Page, new_figure, origin, save_chart, table
 from .cases import CARRIERS, PEERS, TRANSPORTS, WAYS, WORLDS, Size, against, carrier_of, is_against, way_of
 
 _CHAINS = "ucx, chains"
@@ -42,10 +42,7 @@ def text(results: Found) -> str:
 
 def _head(results: Found) -> str:
     head = results["header"]
-    said = (
-        f"`{command(head)}`: commit {head['commit']}, {head['cores']} cores, kernel {head['kernel']}, "
-        f"torch {head['torch']}, {head['peers']}; medians of {head['repeats']} rounds by turns."
-    )
+    said = f"{origin(head)}, {head['peers']}; medians of {head['repeats']} rounds by turns."
     for carrier, why in results["left_out"].items():
         said += f" {CARRIERS[carrier].name} was not measured: {why}."
     return said

@@ -21,7 +21,7 @@ from meshcast.transfers.medium import STREAM_HEAD, apply_changes, encode_changes
 from torch.nn import functional as F
 
 from ..cluster import Cluster, ClusterError, Network, run_job
-from ..harness import ROOT, Found, Page, command, machine, positive, table
+from ..harness import ROOT, Found, Page, machine, origin, positive, table
 from ..ranks import Report, Steps, calibrated, largest, total
 from .ways import DTYPE, TRAINERS, Shapes, Sync, Weights, files_folder, slices_of
 
@@ -225,8 +225,7 @@ def kernels(mib: int) -> list[Found]:
 def text(results: Found) -> str:
     head = results["header"]
     said = (
-        f"`{command(head)}`: commit {head['commit']}, {head['cores']} cores, kernel {head['kernel']}, torch "
-        f"{head['torch']}, links of {head['link_mbit']:g} Mbit/s; medians of {head['versions'] - 1} "
+        f"{origin(head)}, links of {head['link_mbit']:g} Mbit/s; medians of {head['versions'] - 1} "
         f"versions, whole and as changes by turns; {calibration_text(results['calibration'])}. "
         f"{results['nbytes'] / 2**20:.1f} MiB of bfloat16; lower bound of a whole version "
         f"{results['bound']:.3f} s."

@@ -20,7 +20,7 @@ from meshcast.bench.report import calibration_text, overload
 from meshcast.topology import Topology
 
 from ..cluster import Cluster, ClusterError, Network, run_job
-from ..harness import Found, Page, command, machine, new_figure, positive, save_chart, table
+from ..harness import Found, Page, machine, new_figure, origin, positive, save_chart, table
 from ..ranks import Report, Steps, calibrated, cpu_seconds, largest, peak_above, total
 from .ways import MODELS, TRAINERS, WAYS, Way, Weights, files_folder, shapes
 
@@ -163,8 +163,7 @@ def text(results: Found) -> str:
     """A section for each model, below what the figures are of."""
     head = results["header"]
     said = (
-        f"`{command(head)}`: commit {head['commit']}, {head['cores']} cores, kernel {head['kernel']}, "
-        f"torch {head['torch']}, links of {head['link_mbit']:g} Mbit/s; medians of {head['repeats']} rounds "
+        f"{origin(head)}, links of {head['link_mbit']:g} Mbit/s; medians of {head['repeats']} rounds "
         f"by turns, where a way that takes more than three times the bound has one; "
         f"{calibration_text(results['calibration'])}."
     )
