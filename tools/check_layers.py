@@ -67,7 +67,7 @@ LAZY = {
     "pipelining.schedules": {"tuning.choose"},
 }
 # What the tree has come down to: it may become less, and these with it. "": through all packages.
-MOST_FILES = 132
+MOST_FILES = 131
 LONGEST_CHAINS = {"": 16, "pipelining": 9, "resharding": 6, "groups": 4, "elastic": 5, "transfers": 4}
 HEADERS_OF_TORCH = ("torch/", "ATen/", "c10/", "cuda")
 

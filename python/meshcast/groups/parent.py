@@ -22,11 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from .. import _C
 from ..base import checks, forks, observe
-from ..base.cache import Cache
 from ..base.observe import Flight, Members, log
 from ..errors import AbortedError, Caller, LayoutError, MeshcastError, mark_reported, was_reported
 from ..layout import Layout
-from .private import NO_LANE, PrivateGroup
+from .private import NO_LANE, Cache, PrivateGroup
 
 __all__ = [
     "StoreConnection",

@@ -16,13 +16,12 @@ import hashlib
 import warnings
 from collections.abc import Callable, Sequence
 from socket import gethostname
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from .. import _C
 from ..base import forks, settings
-from ..base.cache import Cache
 from ..base.observe import log, note_hosts
 from ..base.settings import host_identity
 from ..base.wire import pack, unpack
@@ -31,12 +30,30 @@ from ..topology import Topology
 from .network import Network, agreed_count, first_rails, interfaces
 from .store import Shortage, as_shortage, few_descriptors
 
-__all__ = ["NO_LANE", "Connector", "PrivateGroup"]
+__all__ = ["Cache", "NO_LANE", "Connector", "PrivateGroup"]
 
 
 Lost = Callable[[], "tuple[int, str] | None"]  # a rank of the group that has exited, and why
 
 _warned: set[str] = set()  # reasons logged so far: one warning for each
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class Cache(dict[_K, _V]):
+    """A dictionary for what can be made again: the `most` entries that were set last. Looking one up costs
+    what it costs in a dict."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def __setitem__(self, key: _K, value: _V) -> None:
+        self.pop(key, None)
+        while len(self) >= self.most:
+            self.pop(next(iter(self)), None)  # another thread may have dropped it
+        super().__setitem__(key, value)
 
 
 class Connector:

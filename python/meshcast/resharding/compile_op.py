@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..base.cache import Cache
 from ..errors import LayoutError, MeshcastError
 from ..transfers.handle import CallNumber
 from ..transfers.medium import fresh
@@ -40,6 +39,8 @@ class _Registered:
     A graph holds numbers alone: so what was agreed on is kept here for backwards, by slot."""
 
     def __init__(self, compiled: weakref.ref[Compiled], limit: float) -> None:
+        from ..groups.private import Cache  # by now it is loaded; `import meshcast` loads this module alone
+
         self.compiled, self.limit = compiled, limit
         self._agreed: Cache[int, tuple[Any, Any]] = Cache(_SLOTS)  # AgreedPlan, and the core it was made with
 
