@@ -182,8 +182,7 @@ void scale_blocks(const std::string& format, const at::Tensor& amax, float tenso
 // Boxes of tensors on the CPU, and how many bytes they have.
 std::vector<StridedView> boxes_of(const std::vector<at::Tensor>& boxes) {
   std::vector<StridedView> views;
-  for (const at::Tensor& box : boxes)
-    views.push_back(view_of(box, static_cast<size_t>(box.dim()), "changes"));
+  for (const at::Tensor& box : boxes) views.push_back(view_of(box, static_cast<size_t>(box.dim()), "changes"));
   return views;
 }
 
