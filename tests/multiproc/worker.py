@@ -25,7 +25,9 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -54,10 +56,19 @@ class Context:
     def wait_for_all(self, name: str, ranks: list[int] | None = None, limit: float = 30.0) -> None:
         ranks = list(range(self.world)) if ranks is None else ranks
         self.say(name)
+        met = [f"{self.case}/{name}/{rank}" for rank in ranks]
+        self.wait_until(lambda: self.store.check(met), f"the ranks meet at {name}", limit)
+
+    def wait_until(self, look: Callable[[], bool], what: str, limit: float = 30.0) -> None:
+        """For what other ranks or threads bring about."""
         deadline = time.monotonic() + limit
-        while not self.store.check([f"{self.case}/{name}/{rank}" for rank in ranks]):
-            assert time.monotonic() < deadline, f"the ranks did not meet at {name}"
+        while not look():
+            assert time.monotonic() < deadline, f"not within {limit:g} s: {what}"
             time.sleep(0.002)
+
+    def wait_until_freed(self, reference: weakref.ref, what: str) -> None:
+        """A thread of the group that settles a call may hold it a little longer than the program does."""
+        self.wait_until(lambda: gc.collect() >= 0 and reference() is None, f"{what} is freed")
 
 
 def main() -> int:
