@@ -62,7 +62,7 @@ TOP = {"", "__main__", "_version", "_build_check", "_build_info"}
 LAZY = {
     "backend": {"backend.backend"},
     "resharding.reshard": {"resharding.digested"},
-    "planning.plan": {"planning.show", "planning.plan_json"},
+    "planning.plan": {"planning.show"},
     "pipelining": {"tuning.choose", "tuning.candidates", "tuning.partition", "tuning.search"},
     "pipelining.schedules": {"tuning.choose"},
 }

@@ -4,6 +4,7 @@ the least possible.
 
 from __future__ import annotations
 
+import json
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
@@ -17,7 +18,7 @@ import torch
 
 from .. import _C
 from ..base import checks
-from ..base.checks import typed_arguments
+from ..base.checks import Reader, read_json, typed_arguments
 from ..errors import LayoutError
 from ..layout import Box, Layout
 from ..topology import DEFAULT, Host, Nic, Topology
@@ -401,9 +402,7 @@ class Plan:
 
     def to_json(self) -> str:
         """JSON text with all that went in and all that came out; `from_json` reads it back."""
-        from .plan_json import to_json
-
-        return to_json(self)
+        return json.dumps(_to_dict(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, source: str | Path) -> Plan:
@@ -412,9 +411,7 @@ class Plan:
         The plan is made again from what went in and compared with the file, so that a damaged or altered file
         is refused.
         """
-        from .plan_json import from_json
-
-        return from_json(source)
+        return _from_json(source)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
@@ -550,3 +547,96 @@ def _checked_problem(index: int, problem: Any) -> Problem:
         if not isinstance(layout, Layout):
             raise LayoutError(f"{name} {checks.shown(layout)}: expected a meshcast.Layout")
     return Problem(checks.shape(shape), checks.dtype(dtype), src, dst)
+
+
+# Plans as JSON: all that went in, and all that came out in compact arrays.
+#
+#   {"format": "meshcast.plan/1",
+#    "problems": [{"shape": [...], "dtype": "int32", "src": LAYOUT, "dst": LAYOUT}, ...],
+#    "topology": {...}, "options": {"strategy", "balance", "chunk_bytes", "seed"},
+#    "result": {"strategy", "makespan_ns", "lower_bound_ns", "hash",
+#               "peak_staging": [bytes of each rank, ascending],
+#               "tasks": [[tensor, box, holders, receivers], ...], "local_copies": [[rank, tensor, box], ...],
+#               "pieces": [[tensor, task, box], ...], "chunks": [[first piece, end piece, nbytes], ...],
+#               "hops": {"src": [...], "dst": [...], "chunk": [...], "after": [...], "reduce": [...],
+#                        "last_reduce": [...], "start_ns": [...], "finish_ns": [...]}}}
+#
+# LAYOUT is Layout.to_wire(). A box is [[lo, hi], ...]. A hop sends its chunk, the pieces [first, end),
+# after the hop `after` (-1: at once).
+_FORMAT = "meshcast.plan/1"
+_HOP_COLUMNS = ("src", "dst", "chunk", "after", "reduce", "last_reduce", "start_ns", "finish_ns")
+
+
+def _from_json(source: str | Path) -> Plan:
+    """Returns the plan that `to_json` wrote, made again and compared."""
+    parsed = read_json(source, "plan")
+    reader = Reader(parsed, "plan")
+    reader.expect_format(_FORMAT)
+    problems = [_read_problem(problem) for problem in reader.children("problems")]
+    if not problems:
+        raise LayoutError("plan.problems is empty: a plan moves at least one tensor")
+    topology = Topology._read(reader.child("topology"))
+    given = reader.child("options")
+    options = checked_options("plan.options.", *(given.value(name) for name in Options._fields))
+    given.finish()
+    result = reader.value("result")
+    reader.finish()
+    plan = Plan(problems, topology, options)
+    made = json.loads(json.dumps(_result(plan)))
+    if result != made:
+        differing = [name for name in made if not isinstance(result, dict) or result.get(name) != made[name]]
+        raise LayoutError(
+            f"plan.result.{differing[0] if differing else '?'} is not what this version plans from the same "
+            "input: the file was altered, or written by another version; make the plan again"
+        )
+    return plan
+
+
+def _to_dict(plan: Plan) -> dict[str, Any]:
+    return {
+        "format": _FORMAT,
+        "problems": [
+            {
+                "shape": list(p.shape),
+                "dtype": checks.dtype_name(p.dtype),
+                "src": p.src.to_wire(),
+                "dst": p.dst.to_wire(),
+            }
+            for p in plan.problems
+        ],
+        "topology": plan.topology._to_dict(),
+        "options": plan.options._asdict(),
+        "result": _result(plan),
+    }
+
+
+def _result(plan: Plan) -> dict[str, Any]:
+    core = plan._core
+    hops = {
+        name: memoryview(core.column(name if name.endswith("_ns") else f"hop_{name}")).tolist()
+        for name in _HOP_COLUMNS
+    }
+    chunks = [memoryview(core.column(f"chunk_{name}")).tolist() for name in ("begin", "end", "nbytes")]
+    return {
+        "strategy": plan.strategy,
+        "makespan_ns": core.makespan_ns,
+        "lower_bound_ns": core.lower_bound_ns,
+        "hash": plan.hash,
+        "peak_staging": core.peak_staging(),
+        "tasks": [[t.tensor, t.box, t.holders, t.receivers] for t in plan.tasks],
+        "local_copies": [[c.rank, c.tensor, c.box] for c in plan.local_copies],
+        "pieces": [core.piece(i)[:3] for i in range(core.num_pieces)],
+        "chunks": [list(chunk) for chunk in zip(*chunks, strict=True)],
+        "hops": hops,
+    }
+
+
+def _read_problem(reader: Reader) -> Problem:
+    problem = Problem(
+        checks.shape(reader.items("shape")),
+        checks.dtype(reader.text("dtype")),
+        Layout.from_wire(reader.child("src")),
+        Layout.from_wire(reader.child("dst")),
+    )
+    reader.finish()
+    return problem
