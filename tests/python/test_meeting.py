@@ -1,9 +1,9 @@
-"""Buckets of meshcast.integrations.meeting: all items, in order, of about so many bytes together."""
+"""Buckets of meshcast.resharding.meeting: all items, in order, of about so many bytes together."""
 
 from __future__ import annotations
 
 import pytest
-from meshcast.integrations.meeting import buckets
+from meshcast.resharding.meeting import buckets
 
 
 @pytest.mark.parametrize(

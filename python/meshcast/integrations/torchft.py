@@ -22,8 +22,8 @@ from ..errors import Caller, DeadlineExceededError
 from ..groups.store import within
 from ..layout import Layout
 from ..resharding.compiled import as_dtensor
+from ..resharding.meeting import Meeting
 from ..resharding.state_background import behind, own_stream
-from .meeting import Meeting
 
 __all__ = ["MeshcastTransport"]
 
@@ -94,7 +94,7 @@ class MeshcastTransport(CheckpointTransport[T]):
         }
         self._sent += 1
         number, size, stream = self._sent, 1 + len(dst_ranks), own_stream()
-        meeting = self._meeting = Meeting(self._store, _name(number), size, 0, limit)
+        meeting = self._meeting = Meeting(self._store, _name(number), range(size), 0, limit)
         self._store.set(_OFFER, pack(_OpenCheckpoint(step, number, size)))
 
         def send() -> None:
@@ -180,7 +180,7 @@ class MeshcastTransport(CheckpointTransport[T]):
                 seat = store.add(_seats(tried), 1)
                 if seat < offer.size:
                     limit = max(deadline - time.monotonic(), 1e-3)
-                    return Meeting(store, _name(tried), offer.size, seat, limit)
+                    return Meeting(store, _name(tried), range(offer.size), seat, limit)
             if time.monotonic() >= deadline:
                 return None
             time.sleep(_PAUSE)

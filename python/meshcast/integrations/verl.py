@@ -17,7 +17,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from ..base.wire import pack, unpack
 from ..errors import Caller, LayoutError
 from ..layout import Layout
-from .meeting import Meeting, buckets
+from ..resharding.meeting import Meeting, buckets
 
 __all__ = ["MeshcastCheckpointEngine"]
 
@@ -87,7 +87,7 @@ class MeshcastCheckpointEngine(CheckpointEngine):
             host, port = master_metadata["host"], master_metadata["port"]
             store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
         name = f"{_OP} {master_metadata['number']}"
-        self._meeting = Meeting(store, name, world_size, rank, self._timeout)
+        self._meeting = Meeting(store, name, range(world_size), rank, self._timeout)
 
     def finalize(self) -> None:
         """Connections stay for the next step, and end with the next init_process_group."""

@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.nccl_common import run_trainer_rendezvous
 
 from ..errors import Caller, LayoutError
 from ..layout import Layout
-from .meeting import Meeting, buckets
+from ..resharding.meeting import Meeting, buckets
 
 __all__ = ["MeshcastTrainerInitInfo", "MeshcastTrainerEngine", "MeshcastWorkerEngine"]
 
@@ -63,7 +63,7 @@ class _Joined:
         """Returns once all have joined. The first trainer has the store, which ends with its engine."""
         store = dist.TCPStore(info.host, info.port, is_master=rank == 0, wait_for_workers=False)
         size = info.trainers + info.workers
-        self._meeting = Meeting(store, "MeshcastWeights", size, rank, info.timeout)
+        self._meeting = Meeting(store, "MeshcastWeights", range(size), rank, info.timeout)
 
     def shutdown(self) -> None:
         if self._meeting is not None:

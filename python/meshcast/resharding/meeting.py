@@ -4,16 +4,16 @@ they send tensors."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from typing_extensions import Unpack
 
 from ..groups.parent import ParentGroup, StoreConnection
-from ..resharding.state_arguments import Given
-from ..resharding.state_dict import StateOptions, Where
-from ..resharding.state_run import ReshardedState, StateRun, conversation
+from .state_arguments import Given
+from .state_dict import StateOptions, Where
+from .state_run import ReshardedState, StateRun, conversation
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -26,16 +26,15 @@ _DRAIN = 1.0  # seconds that a transfer in flight gets when the meeting ends
 
 
 class Meeting:
-    """Ranks 0 to size - 1, numbered by the caller that brings them together. Layouts of its calls name these
-    ranks.
+    """Ranks that the caller has brought together, and numbered. Layouts of its calls name these ranks.
 
-    store: connected by all of them. name: of this meeting in the store, one that no other has had.
-    limit: seconds, for what has no deadline of its own.
+    store: connected by all of them. name: of this meeting in the store, one that no other has had. rank: of
+    this process. limit: seconds, for what has no deadline of its own.
     """
 
-    def __init__(self, store: dist.Store, name: str, size: int, rank: int, limit: float) -> None:
-        self.rank, self.size = rank, size
-        self._parent = ParentGroup(range(size), rank, limit, name, StoreConnection(store, name))
+    def __init__(self, store: dist.Store, name: str, ranks: Sequence[int], rank: int, limit: float) -> None:
+        self.rank, self.size = rank, len(ranks)
+        self._parent = ParentGroup(ranks, rank, limit, name, StoreConnection(store, name))
 
     def move(
         self,
@@ -44,11 +43,13 @@ class Meeting:
         out: Mapping[str, torch.Tensor] | None = None,
         *,
         deadline: float,
+        lost: Sequence[int] = (),
         **options: Unpack[StateOptions],
     ) -> ReshardedState:
-        """reshard_state_dict among these ranks, all of which call it. deadline: by time.monotonic()."""
-        run = StateRun(self.rank, Given(state, destinations, out, **options))
-        return conversation(self._parent).run(run, deadline)
+        """reshard_state_dict among these ranks, all of which call it. deadline: by time.monotonic(). lost:
+        ranks in layouts of what is held that are not of the meeting; the same on all."""
+        given = Given(state, destinations, out, lost=tuple((rank, rank) for rank in lost), **options)
+        return conversation(self._parent).run(StateRun(self.rank, given), deadline)
 
     def close(self) -> None:
         """Ends what is in flight, on all ranks."""
