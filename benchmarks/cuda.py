@@ -15,7 +15,6 @@ import meshcast
 import torch
 import torch.distributed as dist
 from meshcast.base.progress import track
-from meshcast.bench import kernels as kernel_calls
 from meshcast.groups.parent import parent_group
 from meshcast.transfers.gpu import gpu_of
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +24,10 @@ from torch.multiprocessing.reductions import reduce_tensor
 from .harness import ROOT, parser, save
 from .ranks import steps
 
-sys.path.append(str(ROOT / "tests"))  # kernel_shapes
+sys.path.append(str(ROOT / "tests"))
+
+import cuda_kernels as kernel_calls
+from kernel_shapes import ALL
 
 
 def begin(name: str, text: str | None) -> Path | None:
@@ -127,8 +129,6 @@ def kernels() -> None:
     the same run. Needs a GPU and a build with CUDA.
     """
     out = begin("cuda_kernels", kernels.__doc__)
-    from kernel_shapes import ALL
-
     rows = []
     for box in track(ALL, "boxes", ticks=False):
         tensor = torch.randint(0, 1 << 30, box.full, dtype=torch.int32, device="cuda")

@@ -55,13 +55,14 @@ CPP_LAYERS = (
 )
 # The extension's Python face may be used by these.
 # Benchmarks measure its kernels; pipelining cuts graphs of autograd, which torch's Python cannot.
-USE_C = {"base", "layout", "topology", "planning", "groups", "transfers", "backend", "pipelining", "bench"}
+USE_C = {"base", "layout", "topology", "planning", "groups", "transfers", "backend", "pipelining"}
 # Used by the command line and `meshcast/__init__` alone: they hold the package together.
 TOP = {"", "__main__", "_version", "_build_check", "_build_info"}
 # What a face loads only when somebody asks for it.
 LAZY = {
     "backend": {"backend.backend"},
     "resharding.reshard": {"resharding.digested"},
+    "resharding.weight_sync": {"resharding.weight_reader"},
     "planning.plan": {"planning.show"},
     "pipelining": {"tuning.choose", "tuning.candidates", "tuning.partition", "tuning.search"},
     "pipelining.schedules": {"tuning.choose"},

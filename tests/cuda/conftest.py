@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import os
 
+import cuda_kernels as kernels
 import pytest
 import torch
-from meshcast.bench import kernels
 
 
 def obstacle() -> str | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+import cuda_kernels as kernels
 import pytest
 import torch
-from meshcast.bench import kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 LONGEST_PITCH = 2**31 - 1

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import cuda_kernels as kernels
 import pytest
 import torch
 from kernel_shapes import ALL, Box
-from meshcast.bench import kernels
 from meshcast.errors import LayoutError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-from .. import _C
-from ..base.checks import dtype_name
-from ..errors import LayoutError
-from ..transfers.medium import CASTS, REDUCTIONS
+from meshcast import _C
+from meshcast.base.checks import dtype_name
+from meshcast.errors import LayoutError
+from meshcast.transfers.medium import CASTS, REDUCTIONS
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
