@@ -73,6 +73,7 @@ _NAMES = {
     "resharding.state_dict": ("StateResharder", "reshard_state_dict"),
     "resharding.state_run": ("ReshardedState",),
     "resharding.tensor_map": ("TensorMap",),
+    "resharding.weight_reader": ("TensorManifest", "WeightManifest", "WeightReader"),
     "resharding.weight_sync": ("WeightProgress", "WeightStats", "WeightSync"),
     "spec": ("TensorSpec",),
     "topology": ("Host", "Nic", "Topology"),

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from typing_extensions import Unpack
 
 from ..groups.parent import ParentGroup, StoreConnection
 from .state_arguments import Given
-from .state_dict import StateOptions, Where
 from .state_run import ReshardedState, StateRun, conversation
 
 if TYPE_CHECKING:
@@ -39,15 +37,16 @@ class Meeting:
     def move(
         self,
         state: Mapping[str, Any],
-        destinations: Mapping[str, Where] | None,
+        destinations: Mapping[str, Any] | None,
         out: Mapping[str, torch.Tensor] | None = None,
         *,
         deadline: float,
         lost: Sequence[int] = (),
-        **options: Unpack[StateOptions],
+        **options: Any,
     ) -> ReshardedState:
-        """reshard_state_dict among these ranks, all of which call it. deadline: by time.monotonic(). lost:
-        ranks in layouts of what is held that are not of the meeting; the same on all."""
+        """reshard_state_dict among these ranks, all of which call it, with its options. deadline: by
+        time.monotonic(). lost: ranks in layouts of what is held that are not of the meeting; the same on
+        all."""
         given = Given(state, destinations, out, lost=tuple((rank, rank) for rank in lost), **options)
         return conversation(self._parent).run(StateRun(self.rank, given), deadline)
 

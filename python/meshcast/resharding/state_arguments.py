@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,7 +44,7 @@ from .tensor_map import TensorMap
 if TYPE_CHECKING:
     from ..topology import Topology
 
-__all__ = ["Current", "Given", "State", "StateCall", "checked_call", "receiving"]
+__all__ = ["Current", "Given", "Place", "State", "StateCall", "checked_call", "places", "receiving"]
 
 Loaded = dict[str, list[tuple[Box, torch.Tensor]]]
 
@@ -217,6 +217,35 @@ def checked_call(rank: int, given: Given) -> StateCall:
     if recorded is not None:
         call = replace(call, recorded=recorded, memory=recorded._memory())
     return call
+
+
+class Place(NamedTuple):
+    """A destination by itself. mesh: of a result that is a DTensor."""
+
+    where: Layout
+    device_type: str
+    mesh: DeviceMesh | None
+    placements: tuple[Any, ...]
+
+    def layout(self, ndim: int) -> Layout:
+        """The layout of a tensor of so many dimensions."""
+        return (
+            self.where if self.mesh is None else Layout(self.mesh, positive_placements(self.placements, ndim))
+        )
+
+
+def places(destinations: Any, rank: int) -> dict[str, Place]:
+    """Returns the destinations of one rank that is in all of them. Raises LayoutError for others, and for
+    tensors to receive into."""
+    reading, found = _Reading(rank, {}), {}
+    for name, where in _mapping("destinations", destinations).items():
+        wanted, mesh, placements = reading.wanted(name, where, None, True)
+        if wanted.layout is None:
+            raise LayoutError(f"the destination of {name!r} is a tensor; give (mesh, placements) or a Layout")
+        if rank not in wanted.layout.ranks:
+            raise LayoutError(f"rank {rank} is not in the destination of {name!r}, {wanted.layout}")
+        found[name] = Place(wanted.layout, wanted.device_type, mesh, placements or ())
+    return found
 
 
 def receiving(destinations: Any, out: Any) -> tuple[dict[str, Any], dict[str, Any]]:

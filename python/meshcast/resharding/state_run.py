@@ -168,6 +168,7 @@ class StateRun:
         self.memory = memory
         self.kept: dict[int, Known] = {}  # by conversation, left by earlier calls of this kind
         self.result = ReshardedState()
+        self.targets: dict[str, Target] = {}  # of the result
         self.batches: Sequence[Batch] = ()
         self.made: list[Call] = []
         self.moving: Callable[[], None] = lambda: None
@@ -265,6 +266,7 @@ class StateRun:
     def fill(self, known: Known, arrived: dict[str, torch.Tensor], values: dict[str, Any]) -> ReshardedState:
         """Puts into `result` what this rank asked for. Tied targets are one tensor, as at the source."""
         call, targets, result = self.checked, known.agreed.targets, self.result
+        self.targets = targets
         if call.recorded is not None:
             result.update({**call.recorded._tensors(), **values})
             return result

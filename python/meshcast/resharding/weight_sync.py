@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -36,43 +36,22 @@ from ..errors import (
 from ..groups.parent import ParentGroup, parent_group, seconds
 from ..groups.ready_barrier import Late, ReadyBarrier
 from ..groups.store import first_line, no_thread, store_failed, within
+from .meshes import lost_ranks
 from .recorded import RecordedDestinations
 from .state_arguments import Current, Given, State, receiving
 from .state_background import behind, own_stream
 from .state_dict import StateOptions, Where
 from .state_run import Conversation, Memory, Repeated, ReshardedState, StateRun
+from .weight_buffers import Buffers, WeightStats
 
 if TYPE_CHECKING:
-    from .state_delta import Arrived, Earlier
+    from .state_delta import Earlier
+    from .weight_reader import Offering
 
-__all__ = ["Buffer", "Buffers", "WeightProgress", "WeightStats", "WeightSync"]
+__all__ = ["WeightProgress", "WeightStats", "WeightSync"]
 
 
 _OP = "WeightSync"
-_LOOK = 0.25  # seconds between two checks for ranks that have exited
-
-
-@dataclass(frozen=True)
-class WeightStats:
-    """The cost of one version on this rank.
-
-    Attributes:
-        version: its number.
-        bytes_sent, bytes_received: as `TransferStats` counts them.
-        waited: seconds until all ranks were ready.
-        seconds: from then until the version was whole on every rank.
-        ratio: with ``delta=True``, bytes that travel once, for all their receivers, over those of whole
-            tensors.
-        whole: with ``delta=True``, what travelled whole, and why; "" where nothing did.
-    """
-
-    version: int
-    bytes_sent: int
-    bytes_received: int
-    waited: float
-    seconds: float
-    ratio: float = 1.0
-    whole: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,151 +65,6 @@ class WeightProgress:
 
     bytes_done: int
     bytes_expected: int
-
-
-class Buffer:
-    """Memory of one version. state: what the user gets, None while it is not whole; torn: a version was in
-    flight into it, and did not arrive. arrived: a version that the next one may be made of."""
-
-    def __init__(self) -> None:
-        self.memory = Memory()
-        self.state: ReshardedState | None = None
-        self.version = -1
-        self.torn = False
-        self.arrived: Arrived | None = None
-
-
-class Buffers:
-    """One or two buffers. Any thread. With two, the one that is served is never written."""
-
-    def __init__(self, count: int, rank: int) -> None:
-        self.stats: WeightStats | None = None
-        self._caller = Caller(_OP, rank)
-        self._buffers = [Buffer() for _ in range(count)]
-        self._current: Buffer | None = None  # that is served
-        self._newest: Buffer | None = None  # whole, and not yet served
-        self._claimed: Buffer | None = None  # that a version is to arrive in
-        self._refused: Exception | None = None  # of the last push, for the next take() to raise
-        self._ended: MeshcastError | None = None
-        self._changed = threading.Condition()
-
-    def claim(self) -> Buffer:
-        """The buffer for the next version. One at a time."""
-        with self._changed:
-            free = [each for each in self._buffers if each is not self._current] or self._buffers
-            # A whole version that has not been taken gives way if the other one is being served.
-            self._claimed = next((each for each in free if each is not self._newest), free[0])
-            return self._claimed
-
-    def tear(self, buffer: Buffer) -> None:
-        """It is about to be written."""
-        with self._changed:
-            buffer.state, buffer.torn, buffer.arrived = None, True, None
-            if self._newest is buffer:
-                self._newest = None
-
-    def fill(
-        self, buffer: Buffer, state: ReshardedState, stats: WeightStats, arrived: Arrived | None = None
-    ) -> None:
-        """The version in it is whole."""
-        with self._changed:
-            buffer.state, buffer.version, buffer.torn, buffer.arrived = state, stats.version, False, arrived
-            self._newest, self._claimed, self._refused = buffer, None, None
-            self.stats = stats
-            self._changed.notify_all()
-
-    def base(self) -> Arrived | None:
-        """Returns the newest version that is whole; None where that cannot be said of any."""
-        with self._changed:
-            whole = [each.arrived for each in self._buffers if each.arrived is not None]
-            return max(whole, key=lambda arrived: arrived.version, default=None)
-
-    def release(self) -> None:
-        """Nothing arrived in what was claimed."""
-        with self._changed:
-            self._claimed = None
-            self._changed.notify_all()
-
-    def refuse(self, error: Exception) -> None:
-        """The next take() raises it, unless a newer version comes first."""
-        with self._changed:
-            self._refused = error
-            self._changed.notify_all()
-
-    def end(self, error: MeshcastError) -> None:
-        """Nothing arrives any longer. The first cause counts."""
-        with self._changed:
-            self._ended = self._ended or error
-            self._changed.notify_all()
-
-    @property
-    def over(self) -> bool:
-        """``True`` where nothing arrives any longer."""
-        return self._ended is not None
-
-    def check_open(self) -> None:
-        """Raises where nothing can be pushed or pulled any longer: the first cause."""
-        error = self._ended
-        if isinstance(error, AbortedError):
-            raise error.with_traceback(None)
-        if error is not None:
-            raise self._caller.error(AbortedError, f"it has failed before: {error}", peer=error.peer)
-
-    def version(self) -> int | None:
-        """Returns the version that is served; None where no whole one is."""
-        with self._changed:
-            current = self._current
-            return None if current is None or current.torn else current.version
-
-    def state(self) -> ReshardedState:
-        with self._changed:
-            current = self._current
-            if current is not None and current.state is not None:
-                return current.state
-        text = "no version has been pulled yet"
-        if current is not None:
-            text = (
-                f"the weights are torn: a push into them has begun and did not end, after version "
-                f"{current.version}. They are served again once a pull has succeeded"
-            )
-        raise self._caller.error(MeshcastError, text)
-
-    def take(self, wanted: int | None, deadline: float, look: Callable[[], None] = lambda: None) -> int:
-        """Makes the newest whole version current, once there is one, and one as new as `wanted`. Returns the
-        number of what is current then. look(): called now and then while it waits."""
-        begin = time.monotonic()
-        while True:
-            with self._changed:
-                found = self._taken(wanted)
-                if found is not None:
-                    return found
-                now = time.monotonic()
-                if now >= deadline:
-                    raise self.late(wanted, now - begin)
-                notified = self._changed.wait(min(_LOOK, deadline - now))
-            if not notified:
-                look()
-
-    def _taken(self, wanted: int | None) -> int | None:
-        newest, current, least = self._newest, self._current, -1 if wanted is None else wanted
-        if newest is not None and newest is not self._claimed and newest.version >= least:
-            self._current, self._newest = newest, None
-            return newest.version
-        served = current is not None and not current.torn and current.version >= least
-        if current is not None and served and wanted is not None:
-            return current.version
-        if self._refused is not None:
-            error, self._refused = self._refused, None
-            raise error.with_traceback(None)
-        if self._ended is not None:
-            raise self._ended.with_traceback(None)
-        return current.version if current is not None and served else None
-
-    def late(self, wanted: int | None, elapsed: float) -> DeadlineExceededError:
-        what = "any version" if wanted is None else f"version {wanted} or a newer one"
-        why = "no rank has pushed one" if self._claimed is None else "a push is in flight and not complete"
-        text = f"pull waited {elapsed:.1f} s for {what}: {why}"
-        return self._caller.error(DeadlineExceededError, text, phase="wait", elapsed=elapsed, limit=elapsed)
 
 
 _TELL = 0.7  # seconds that the store gets to take why this rank ends: Ctrl-C raises in one
@@ -257,7 +91,7 @@ class _Side:
         self._states: dict[str, Current] = {}
         self._calls = Repeated(parent.rank, given)
         self._earlier = _nothing_earlier() if given.delta else None
-        self._conversation = Conversation(parent, {})
+        self._conversation = Conversation(parent, {}, [number for number, _ in given.lost])
         self._op = f"{_OP}.{'push' if self.pushes else 'pull'}"
         self._caller = Caller(_OP, parent.rank)
         self._run: StateRun | None = None  # in flight
@@ -448,7 +282,7 @@ class _Side:
         stats = WeightStats(result.version, sent, got, begin - start, time.monotonic() - begin)
         if earlier is not None:
             stats = replace(stats, ratio=earlier.ratio, whole=earlier.whole)
-        self.buffers.fill(buffer, result, stats, None if earlier is None else earlier.arrived)
+        self.buffers.fill(buffer, result, run.targets, stats, None if earlier is None else earlier.arrived)
 
     def _interrupted(self, raised: BaseException) -> None:
         what = f"{type(raised).__name__}: {first_line(raised)}"
@@ -523,6 +357,10 @@ class WeightSync:
             with ``quantize=``.
         out: with one buffer, {name: tensor} to receive into, as for reshard_state_dict: the weights of a
             model that serves. A module, a function, and entries that share a module's memory: as for `state`.
+        lost: ranks of the group that are dead, or take no part: they are in no destination, and construct
+            none. The same on all ranks. After the loss of a rank that serves, the others go on with it.
+        readers: a store in which processes outside the group ask for versions, with `WeightReader`. Each rank
+            that receives answers them, in a thread of its own, with the newest whole version that it has.
 
     Raises:
         LayoutError: a wrong argument. The other ranks then get PlanMismatchError from their next push or
@@ -553,6 +391,8 @@ class WeightSync:
         timeout: float | timedelta | None = None,
         out: State | None = None,
         delta: bool = False,
+        lost: Iterable[int] = (),
+        readers: dist.Store | None = None,
         **options: Unpack[StateOptions],
     ) -> None:
         self._fork_count = forks.count
@@ -560,9 +400,12 @@ class WeightSync:
         self._name = f"WeightSync {next(parent.extras.setdefault(_OP, itertools.count()))}"
         self._turn = threading.Lock()  # of pushes and of pulls into the only buffer
         self._closed = False
+        self._offering: Offering | None = None
         wrong: Exception | None = None
         limit, count = parent.timeout, 1
+        dead: tuple[int, ...] = ()
         try:
+            dead = lost_ranks(lost, parent.rank)
             limit = seconds(timeout, parent.timeout)
             count = checks.integer("buffers", buffers, 1, 2)
             into = {} if destinations is None else receiving(destinations, None)[1]
@@ -579,11 +422,19 @@ class WeightSync:
                 raise LayoutError(
                     "delta=True with quantize=, whose values all change with their scales; give one of them"
                 )
-            given = Given(None, destinations, delta=delta, **options)
+            if readers is not None and recorded:
+                raise LayoutError(
+                    "readers= with recorded destinations, whose parameters have the layout of an engine; "
+                    "receive into (mesh, placements) or a Layout"
+                )
+            if readers is not None and not isinstance(readers, dist.Store):
+                raise LayoutError(f"readers={checks.shown(readers)}: expected a torch.distributed.Store")
+            named = tuple((each, each) for each in dead)
+            given = Given(None, destinations, delta=delta, lost=named, **options)
         except Exception as error:
             wrong, given = Caller(_OP, parent.rank).typed(error), Given(None, None)
         twin = parent.twin(self._name)
-        ranks, within = list(parent.ranks), twin.full_name
+        ranks, within = [rank for rank in parent.ranks if rank not in dead], twin.full_name
         barrier = ReadyBarrier(self._name, twin.store, ranks, parent.rank, limit, within)
         self._buffers = Buffers(count, parent.rank)
         self._limit, self._one = limit, count == 1
@@ -595,17 +446,22 @@ class WeightSync:
             on_gpu = self._side.check()
             if state is None and not self._one:
                 self._side.receive(on_gpu)
+            if state is None and readers is not None:
+                from .weight_reader import Offering
+
+                self._offering = Offering(readers, self._buffers, parent.rank, parent.ranks)
+                self._offering.start(torch.cuda.current_stream() if on_gpu else None, limit)
         except MeshcastError as error:
             self._side.end(PlanMismatchError, f"rank {parent.rank} refused its arguments: {error}", error)
             raise
-        side = self._side
+        side, offering = self._side, self._offering
 
         def end(why: str) -> None:
             side.leave(why)
             side.join(_JOIN)
 
         parent.at_end[self._name] = partial(end, "has destroyed its process group")
-        weakref.finalize(self, _dropped, side, parent.at_end, self._name).atexit = False
+        weakref.finalize(self, _dropped, side, offering, parent.at_end, self._name).atexit = False
 
     def push(self, version: int, state: State | None = None) -> None:
         """Sends the state as it is now to every rank that asks for it. Returns once it is whole there: the
@@ -699,6 +555,8 @@ class WeightSync:
         if self._closed:
             return
         self._closed = True
+        if self._offering is not None:
+            self._offering.stop(_JOIN)
         self._side.leave("has closed it")
         limit = time.monotonic() + _JOIN
         self._side.join(_JOIN)
@@ -742,7 +600,9 @@ class WeightSync:
         return True
 
 
-def _dropped(side: _Side, at_end: dict[str, Any], name: str) -> None:
+def _dropped(side: _Side, offering: Offering | None, at_end: dict[str, Any], name: str) -> None:
     """Ends one that was not closed. Its connections end with the process group: this may be any thread."""
     at_end.pop(name, None)
+    if offering is not None:
+        offering.stop()
     side.leave("has dropped it")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..base.boxes import Piece, piece_view
     from ..layout import Box, Layout
 
-__all__ = ["added", "nans_of", "pieces_digest", "shard_digest", "values_digest"]
+__all__ = ["added", "box_digest", "nans_of", "pieces_digest", "shard_digest", "values_digest"]
 
 _ELEMENTS = 1 << 20  # at a time, where a copy of them is made
 _BLOCK = 4096  # words
@@ -75,15 +75,16 @@ def pieces_digest(
     """Returns the digest of boxes in a local tensor, unsigned. The tensor is read once and not copied, except
     block by block where it is cast, is on a GPU, or is the conjugate of what is in memory."""
     kind = dtype or local.dtype
-    return added(_box_digest(piece_view(local, piece), piece[0], shape, kind) for piece in pieces)
+    return added(box_digest(piece_view(local, piece), piece[0], shape, kind) for piece in pieces)
 
 
 def values_digest(local: torch.Tensor) -> int:
     """Returns the digest of a tensor by itself, unsigned."""
-    return _box_digest(local, tuple((0, size) for size in local.shape), local.shape, local.dtype)
+    return box_digest(local, tuple((0, size) for size in local.shape), local.shape, local.dtype)
 
 
-def _box_digest(part: torch.Tensor, box: Box, shape: Sequence[int], dtype: torch.dtype) -> int:
+def box_digest(part: torch.Tensor, box: Box, shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Returns the digest of one box of a tensor of `shape`, unsigned. dtype: as for shard_digest."""
     if part.numel() == 0:
         return 0
     low = [begin for begin, _ in box]

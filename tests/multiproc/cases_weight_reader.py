@@ -1,0 +1,330 @@
+"""WeightReader: ranks 0 and 1 train, 2 and 3 serve, and 4 is outside: it reads from those that serve."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import meshcast
+import pytest
+import torch
+import torch.distributed as dist
+from meshcast import Layout
+from meshcast.transfers.digest import values_digest
+from multiproc.meshes import quiet_mesh
+from multiproc.own_threads import left_running
+from multiproc.weight_job import Job, raises, values
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+GROUP_TIMEOUT = 40.0
+TRAINERS, SERVERS, READER = [0, 1], [2, 3], 4
+
+
+def everything(rank: int = 0) -> dict[str, Layout]:
+    return {name: Layout([rank], [Replicate()]) for name in ("w", "v", "b")}
+
+
+@functools.cache
+def inner_group() -> dist.ProcessGroup:
+    """The ranks of the WeightSync. One for all cases: torch waits for ever where one is made again."""
+    return dist.new_group(TRAINERS + SERVERS, use_local_synchronization=True)
+
+
+class Outside(Job):
+    """The weights of the two groups, and a reader on the last rank."""
+
+    def __init__(self, context, **options) -> None:
+        self.readers = dist.PrefixStore(f"readers of {context.case}", context.store)
+        self.reads = context.rank == READER
+        if not self.reads:
+            self.group = inner_group()
+            super().__init__(context, servers=SERVERS, group=self.group, readers=self.readers, **options)
+        else:
+            self.context, self.rank, self.trains, self.serves = context, context.rank, False, False
+
+    def reader(self, where=None, **options) -> meshcast.WeightReader:
+        where = everything() if where is None else where
+        return meshcast.WeightReader(self.readers, where, **{"rank": 0, "timeout": 20.0, **options})
+
+    def all_turn(self, version: int) -> None:
+        """The next version, on all but the reader."""
+        if not self.reads:
+            self.turn(version)
+        self.meet(f"turn {version}")
+
+    def done(self) -> None:
+        self.meet("done")
+        if not self.reads:
+            self.sync.close()
+
+
+def is_version(state, version: int) -> None:
+    assert state.version == version
+    for name, full in values(version).items():
+        x = state[name]
+        assert x.dtype == full.dtype
+        assert torch.equal(x.full_tensor() if isinstance(x, DTensor) else x, full), (name, version)
+
+
+def moved() -> int:
+    """Bytes that this rank has sent and received."""
+    return sum(each.bytes for each in meshcast.counters().pairs.values())
+
+
+def newest_from_replicas(context) -> None:
+    """While the trainers are busy elsewhere; in other layouts than those that serve; a part of the names."""
+    job = Outside(context)
+    for version in (1, 2, 3):
+        job.all_turn(version)
+    if job.reads:
+        with job.reader() as reader:
+            raises(meshcast.MeshcastError, "no version has been pulled", lambda: reader.state)
+            assert reader.version is None
+            assert reader.pull() == 3
+            is_version(reader.state, 3)
+            kept = reader.state["w"]
+            assert reader.pull() == 3
+            assert reader.state["w"] is kept
+            assert reader.pull(2) == 3
+        parts = {
+            "w": Layout.from_boxes({7: [((1, 4), (2, 5)), ((6, 7), (0, 1))], 9: [((0, 1), (0, 5))]}),
+            "v": Layout([7, 9], [Shard(0)]),
+        }
+        with job.reader(parts, rank=7, digest=True) as reader:
+            assert reader.pull(3) == 3
+            full = values(3)
+            assert torch.equal(
+                reader.state["w"], torch.cat([full["w"][1:4, 2:5].flatten(), full["w"][6:7, 0]])
+            )
+            assert torch.equal(reader.state["v"], full["v"][:6])
+            assert list(reader.state) == ["w", "v"]
+    job.done()
+
+
+def into_a_mesh(context) -> None:
+    """A destination on a DeviceMesh gives a DTensor; ranks without elements get empty ones."""
+    job = Outside(context)
+    job.all_turn(1)
+    if job.reads:
+        mesh = quiet_mesh([READER])
+        with job.reader({"w": (mesh, [Shard(-1)]), "b": (mesh, [Replicate()])}, rank=None) as reader:
+            assert reader.pull() == 1
+            assert isinstance(reader.state["w"], DTensor)
+            assert reader.state["w"].placements == (Shard(1),)
+            assert torch.equal(reader.state["w"].to_local(), values(1)["w"])
+        with job.reader({"b": Layout([0, 1, 2, 3], [Shard(0)])}, rank=3) as reader:
+            assert reader.pull() == 1
+            assert reader.state["b"].shape == (0,)
+            assert reader.state["b"].dtype == torch.float32
+    job.done()
+
+
+def manifest_before_any_byte(context) -> None:
+    job = Outside(context)
+    job.all_turn(4)
+    if job.reads:
+        before = moved()
+        with job.reader() as reader:
+            found = reader.manifest()
+            assert found.version == 4
+            assert {name: (each.shape, each.dtype) for name, each in found.tensors.items()} == {
+                name: (tuple(full.shape), full.dtype) for name, full in values(4).items()
+            }
+            assert all(each.digest is None for each in found.tensors.values())
+            digests = {name: each.digest for name, each in reader.manifest(digest=True).tensors.items()}
+            assert digests == {name: values_digest(full) for name, full in values(4).items()}
+            assert reader.version is None
+        assert moved() == before
+    job.done()
+
+
+def versions_while_training_goes_on(context) -> None:
+    """Every version that is read is whole, while others are pushed and pulled as fast as that goes."""
+    job = Outside(context)
+    job.all_turn(1)
+    last = 40
+    if job.reads:
+        seen = []
+        with job.reader() as reader:
+            while not seen or seen[-1] < last:
+                seen.append(reader.pull())
+                is_version(reader.state, seen[-1])
+        assert seen == sorted(seen)
+    else:
+        for version in range(2, last + 1):
+            job.turn(version)
+            context.wait_for_all(f"version {version}", ranks=TRAINERS + SERVERS)
+    job.done()
+
+
+def a_version_that_comes_later(context) -> None:
+    """pull(n) waits for it, and says so where it does not come."""
+    job = Outside(context)
+    job.meet("all are here")
+    if job.reads:
+        with job.reader(timeout=1.2) as reader:
+            error = raises(meshcast.DeadlineExceededError, "any version: 2 ranks have answered", reader.pull)
+            assert error.limit == 1.2
+    job.meet("none yet")
+    found = []
+    if job.reads:
+        reader = job.reader()
+        thread = threading.Thread(target=lambda: found.append(reader.pull(2)))
+        thread.start()
+    job.all_turn(1)
+    job.all_turn(2)
+    if job.reads:
+        thread.join(20)
+        assert found == [2]
+        is_version(reader.state, 2)
+        raises(
+            meshcast.DeadlineExceededError,
+            "version 3 or a newer one",
+            lambda: job.reader(timeout=0.8).pull(3),
+        )
+        raises(
+            meshcast.DeadlineExceededError,
+            "version 3 or a newer one",
+            lambda: job.reader(timeout=0.8).manifest(3),
+        )
+    job.done()
+
+
+def several_readers(context) -> None:
+    """At once, each with what it wants."""
+    job = Outside(context)
+    job.all_turn(1)
+    if job.reads:
+        readers = [job.reader({"w": Layout([0, 1, 2], [Shard(0)])}, rank=rank) for rank in range(3)]
+        threads = [threading.Thread(target=reader.pull) for reader in readers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert torch.equal(torch.cat([reader.state["w"] for reader in readers]), values(1)["w"])
+    job.done()
+
+
+def what_was_changed_is_not_served(context) -> None:
+    """Neither where all that have it were written to, nor where one was: then the others have it."""
+    job = Outside(context)
+    job.all_turn(1)
+    if job.rank == 3:
+        job.sync.state["b"].to_local().add_(1)
+    job.meet("one changed")
+    if job.reads:
+        with job.reader({"b": Layout([0], [Replicate()])}) as reader:
+            assert reader.pull() == 1
+            assert torch.equal(reader.state["b"], values(1)["b"])
+        with job.reader(timeout=1.0) as reader:
+            error = raises(meshcast.PeerLostError, "in version 1; ranks [3] have not answered", reader.pull)
+            assert error.peer == 3
+    job.meet("read")
+    if job.rank == 2:
+        job.sync.state["b"].to_local().add_(1)
+    job.meet("both changed")
+    if job.reads:
+        raises(
+            meshcast.DeadlineExceededError,
+            "2 ranks have answered, and have none",
+            job.reader(timeout=1.0).pull,
+        )
+    job.meet("asked")
+    job.all_turn(2)
+    if job.reads:
+        with job.reader() as reader:
+            assert reader.pull() == 2
+            is_version(reader.state, 2)
+    job.done()
+
+
+def wrong_arguments(context) -> None:
+    """Typed, at once, before a byte moves; the reader and those that serve stay in use."""
+    job = Outside(context)
+    job.all_turn(1)
+    if job.reads:
+        wrong = meshcast.LayoutError
+        raises(wrong, "expected a torch.distributed.Store", lambda: meshcast.WeightReader(None, {}, rank=0))
+        raises(wrong, "rank 3 is not in the destination of 'w'", lambda: job.reader(rank=3))
+        raises(wrong, "is a tensor; give (mesh, placements)", lambda: job.reader({"w": torch.zeros(3)}))
+        raises(wrong, "holds Partial", lambda: job.reader({"w": Layout.parse("1:Partial(sum)")}))
+        raises(wrong, "must be (mesh, placements)", lambda: job.reader({"w": 3}))
+        raises(wrong, "rank", lambda: job.reader(rank=-1))
+        with job.reader() as reader:
+            raises(wrong, "version", lambda: reader.pull(-1))
+            assert reader.pull() == 1
+        raises(meshcast.AbortedError, "closed", reader.pull)
+        raises(meshcast.AbortedError, "closed", reader.manifest)
+        is_version(reader.state, 1)
+        where = {"u": Layout([0], [Replicate()])}
+        raises(wrong, "'u': version 1 has no such tensor; it has 'w', 'v', 'b'", job.reader(where).pull)
+        raises(
+            wrong,
+            "is not inside a tensor of shape (7, 5)",
+            job.reader({"w": Layout.from_boxes({0: [((0, 9), (0, 5))]})}).pull,
+        )
+        assert job.reader().pull() == 1
+    else:
+        with pytest.raises(meshcast.LayoutError, match="readers=7: expected a torch"):
+            meshcast.WeightSync(None, job.where, group=job.group, readers=7)
+    job.done()
+
+
+def nothing_is_left(context) -> None:
+    """Neither threads nor keys, whatever the number of questions."""
+    job = Outside(context)
+    job.all_turn(1)
+    sizes = []
+    if job.reads:
+        for _ in range(2):
+            for _ in range(6):
+                assert job.reader().pull() == 1
+                job.reader().manifest(digest=True)
+            sizes.append(context.store.num_keys())
+        assert sizes[1] <= sizes[0] + 12 * 8, sizes
+    job.done()
+    context.wait_until(lambda: not [each for each in left_running() if "readers" in each], "threads end")
+
+
+def one_buffer(context) -> None:
+    """Weights of a model that serves, received in pull: served as long as nobody writes to them."""
+    job = Outside(context, buffers=1)
+    job.all_turn(1)
+    if job.reads:
+        with job.reader(digest=True) as reader:
+            assert reader.pull() == 1
+            is_version(reader.state, 1)
+    job.meet("read")
+    job.all_turn(2)
+    if job.reads:
+        assert job.reader().pull() == 2
+    job.done()
+
+
+def after_a_failed_push(context) -> None:
+    """The version that was served stays to be read; what did not arrive is never served."""
+    job = Outside(context)
+    job.all_turn(1)
+    if job.trains:
+        job.sync.close()
+    elif job.serves:
+        raises(meshcast.AbortedError, "closed", lambda: job.sync.pull(2))
+    job.meet("failed")
+    if job.reads:
+        assert job.reader().pull() == 1
+    job.done()
+
+
+CASES = [
+    newest_from_replicas,
+    into_a_mesh,
+    manifest_before_any_byte,
+    versions_while_training_goes_on,
+    a_version_that_comes_later,
+    several_readers,
+    what_was_changed_is_not_served,
+    wrong_arguments,
+    nothing_is_left,
+    one_buffer,
+    after_a_failed_push,
+]
