@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -159,6 +159,10 @@ class ParentGroup:
                 found._known = self._known
                 self._twins[name] = found
             return found
+
+    def expect(self, contacts: Mapping[int, str]) -> None:
+        """Watches these ranks before they come, by what their `Contact` says of them."""
+        self._known.add(dict(contacts))
 
     def store(self) -> dist.Store:
         """The connection of its private groups, which no one waits in."""

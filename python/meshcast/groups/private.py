@@ -30,7 +30,7 @@ from ..topology import Topology
 from .network import Network, agreed_count, first_rails, interfaces
 from .store import Shortage, as_shortage, few_descriptors
 
-__all__ = ["Cache", "NO_LANE", "Connector", "PrivateGroup"]
+__all__ = ["Cache", "Connector", "Contact", "NO_LANE", "PrivateGroup"]
 
 
 Lost = Callable[[], "tuple[int, str] | None"]  # a rank of the group that has exited, and why
@@ -105,6 +105,24 @@ class _Offer(NamedTuple):
     interfaces: str  # of interfaces()
     network: str  # of Network
     name: str  # of the host, for people
+
+
+class Contact:
+    """This process as others may watch it that are to meet it, and have not yet. Keeps its end of the network
+    up.
+
+    text: what the others need.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        names, told = interfaces()
+        self._network = Network(names, timeout)
+        self.text = pack(_Offer(host_identity(), "", told, self._network.offer(), gethostname()))
+
+    def watch(self, text: str) -> Callable[[], str]:
+        """Returns a function that says why the process with this text has left, "" while that is not known;
+        over gloo it never is."""
+        return self._network.watch(unpack(_Offer, text).network) or (lambda: "")
 
 
 class _Joining:

@@ -27,12 +27,22 @@ class Meeting:
     """Ranks that the caller has brought together, and numbered. Layouts of its calls name these ranks.
 
     store: connected by all of them. name: of this meeting in the store, one that no other has had. rank: of
-    this process. limit: seconds, for what has no deadline of its own.
+    this process. limit: seconds, for what has no deadline of its own. contacts: texts of their `Contact`s, by
+    rank: one that exits before it has come is noticed.
     """
 
-    def __init__(self, store: dist.Store, name: str, ranks: Sequence[int], rank: int, limit: float) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        limit: float,
+        contacts: Mapping[int, str] | None = None,
+    ) -> None:
         self.rank, self.size = rank, len(ranks)
         self._parent = ParentGroup(ranks, rank, limit, name, StoreConnection(store, name))
+        self._parent.expect(contacts or {})
 
     def move(
         self,

@@ -73,6 +73,7 @@ class Given:
     own: Any = ()  # names, or a function of the name: entries of which each rank has its own
     loaded: Any = None  # {name: [(box, tensor)]}, in addition to what is held
     delta: bool = False
+    lost_any: bool = False  # ranks of `lost` may have held nothing
 
 
 @dataclass
@@ -285,6 +286,7 @@ def _terms(given: Given) -> Terms:
         _floating(dtype) if isinstance(dtype, torch.dtype | str) else None,
         given.lost,
         given.delta,
+        given.lost_any,
     )
 
 

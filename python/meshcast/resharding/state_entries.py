@@ -137,7 +137,7 @@ class LoadedBoxes(NamedTuple):
 class Terms(NamedTuple):
     """Options that all ranks give the same. dtype: of all floating-point tensors. lost: ranks that are lost:
     the number of each in layouts of what is held, and what messages call it. delta: versions travel as their
-    changes."""
+    changes. lost_any: lost ranks may have held nothing, since they received."""
 
     max_bytes_in_flight: int | None
     digest: bool
@@ -146,6 +146,7 @@ class Terms(NamedTuple):
     dtype: torch.dtype | None
     lost: tuple[tuple[int, int], ...]
     delta: bool = False
+    lost_any: bool = False
 
 
 class StateSide(NamedTuple):
@@ -626,7 +627,7 @@ class Sides:
         layouts = [layout for layout in said if layout is not None]
         known = {rank for layout in layouts for rank in layout.ranks}
         never = sorted(called for number, called in self.lost.items() if number not in known)
-        if layouts and never:
+        if layouts and never and not self.first.options.lost_any:
             raise LayoutError(
                 f"lost= names {never}, which are in no layout of what is held, such as "
                 f"{min(layouts, key=repr)}; name ranks that held a part"

@@ -38,6 +38,7 @@ from ..errors import (
     PlanMismatchError,
 )
 from ..groups.parent import StoreConnection, seconds
+from ..groups.private import Contact
 from ..groups.store import first_line, no_thread, within
 from ..layout import Layout
 from ..transfers.digest import added, box_digest
@@ -61,6 +62,7 @@ _PAUSE, _LONGEST_PAUSE = 0.001, 0.02  # seconds between two looks into the store
 _GATHER = 0.2  # seconds that a first offer waits for those of ranks that may have died
 _AGAIN = 0.5  # seconds until a question is put again, to ranks that have had no version
 _KEPT = 256  # answered questions in the store
+_SOON = 0.05  # seconds after which a rank that waits for a reader looks whether that is there
 _GRACE = 1.0  # seconds that the store gets beyond the limit of a call
 _TORN = "torn"  # in place of digests
 
@@ -106,20 +108,23 @@ _Whole = tuple[int, ReshardedState, dict[str, Target]]  # as Buffers.whole()
 
 
 class _Ask(NamedTuple):
-    """A question. least: the oldest version that will do. timeout: seconds for all of it."""
+    """A question. least: the oldest version that will do. timeout: seconds for all of it. contact: of the
+    reader."""
 
     least: int
     timeout: float
+    contact: str
 
 
 class _Offered(NamedTuple):
     """A rank that has the version, -1 where it has none. holding: the key of what is served. ranks: those of
-    its group, one more than the largest."""
+    its group, one more than the largest. contact: of the rank."""
 
     version: int
     rank: int = -1
     holding: str = ""
     ranks: int = 0
+    contact: str = ""
 
 
 class _Meet(NamedTuple):
@@ -197,6 +202,9 @@ class Offering:
         before are not answered: they are put again."""
         caller = Caller("WeightSync", self._rank, "start")
 
+        with caller:
+            self._contact = Contact(limit)
+
         def enter() -> int:
             self._questions.store.add("offering", 1)
             return int(self._questions.store.add("asked", 0)) + 1
@@ -270,14 +278,23 @@ class Offering:
         found = self._buffers.whole()
         offer = _Offered(-1)
         if found is not None and found[0] >= ask.least:
-            offer = _Offered(found[0], self._rank, self._published(found[2]), self._ranks)
+            published = self._published(found[2])
+            offer = _Offered(found[0], self._rank, published, self._ranks, self._contact.text)
         mine = int(questions.store.add(f"offers/{number}", 1))
         questions.store.set(f"offer/{number}/{mine}", pack(offer))
         if found is None or offer.version < 0:
             return
 
+        watch: Callable[[], str] | None = None
+        begin = time.monotonic()
+
         def look() -> str | None:
+            nonlocal watch
             if self._over or not questions.heard(f"ask/{number}"):
+                return ""
+            if watch is None and time.monotonic() > begin + _SOON:
+                watch = self._contact.watch(ask.contact)
+            if watch is not None and watch():  # the reader has exited
                 return ""
             return questions.heard(f"meet/{number}")
 
@@ -290,7 +307,7 @@ class Offering:
             text = pack(sums, dict[str, int]) if again is not None and again[1] is found[1] else _TORN
             questions.store.set(f"sums/{number}/{mine}", text)
         elif mine in meet.offers:
-            self._send(number, meet, found, deadline)
+            self._send(number, meet, found, deadline, ask.contact)
 
     def _published(self, targets: dict[str, Target]) -> str:
         """The key in the store of what is served, which all ranks have written that serve the same."""
@@ -319,13 +336,13 @@ class Offering:
                     sums.append(box_digest(part, both, target.shape, target.dtype))
         return added(sums)
 
-    def _send(self, number: int, meet: _Meet, whole: _Whole, deadline: float) -> None:
+    def _send(self, number: int, meet: _Meet, whole: _Whole, deadline: float, contact: str) -> None:
         _, state, targets = whole
         inside = {name: each for name, each in targets.items() if self._rank in each.layout.ranks}
         held = {name: local_of(state[name]) for name in inside if name in state}
-        meeting = self._meeting = Meeting(
-            self._store, f"{_PREFIX}/{number}", (*meet.ranks, meet.number), self._rank, meet.timeout
-        )
+        ranks, contacts = (*meet.ranks, meet.number), {meet.number: contact}
+        name = f"{_PREFIX}/{number}"
+        meeting = self._meeting = Meeting(self._store, name, ranks, self._rank, meet.timeout, contacts)
         try:
             meeting.move(
                 held,
@@ -348,13 +365,14 @@ def _others(tensors: Iterable[_Served | Target], meet: _Meet) -> list[int]:
 
 class _Newest(NamedTuple):
     """The newest version that is offered: number of the question, offers in all, and those that have this
-    version, with their ranks."""
+    version, with their ranks and contacts."""
 
     number: int
     offers: int
     version: int
     holding: _Holding
     chosen: dict[int, int]  # offer by rank
+    contacts: dict[int, str]  # by rank
     ranks: int
 
 
@@ -414,6 +432,8 @@ class WeightReader:
             self._where = places(destinations, self._rank)
         self._store = store
         self._questions = _Questions(store)
+        with Caller(_OP):
+            self._contact = Contact(self._limit)
 
     def manifest(self, version: int | None = None, *, digest: bool = False) -> WeightManifest:
         """The newest version that can be read, and its tensors; nothing is moved. The next `pull` may find a
@@ -553,7 +573,7 @@ class WeightReader:
         """One question. Returns the newest version that is offered, and how many ranks have answered."""
         questions, store = self._questions, self._questions.store
         now = time.monotonic()
-        number = questions.ask(pack(_Ask(least, max(deadline - now, _PAUSE))))
+        number = questions.ask(pack(_Ask(least, max(deadline - now, _PAUSE), self._contact.text)))
         offers: list[_Offered] = []
         first: float | None = None
         until = min(deadline, now + _AGAIN)
@@ -582,7 +602,8 @@ class WeightReader:
         chosen = {each.rank: at for at, each in of_version if each.holding == holding}
         ranks = max(each.ranks for _, each in of_version)
         read = unpack(_Holding, store.get(holding).decode())
-        return _Newest(number, len(offers), version, read, chosen, ranks), len(offers)
+        contacts = {rank: offers[at - 1].contact for rank, at in chosen.items()}
+        return _Newest(number, len(offers), version, read, chosen, contacts, ranks), len(offers)
 
     def _close(self, found: _Newest) -> None:
         with suppress(Exception):  # the store's keys are all that would be left
@@ -641,9 +662,8 @@ class WeightReader:
     def _moved(self, found: _Newest, wanted: dict[str, Layout], deadline: float) -> ReshardedState:
         """What the chosen ranks have of these layouts, which name this process by its number there."""
         meet = self._meet(found, deadline)
-        meeting = Meeting(
-            self._store, f"{_PREFIX}/{found.number}", (*meet.ranks, meet.number), meet.number, meet.timeout
-        )
+        name, ranks = f"{_PREFIX}/{found.number}", (*meet.ranks, meet.number)
+        meeting = Meeting(self._store, name, ranks, meet.number, meet.timeout, found.contacts)
         try:
             return meeting.move(
                 {},

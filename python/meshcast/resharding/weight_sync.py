@@ -406,6 +406,8 @@ class WeightSync:
         dead: tuple[int, ...] = ()
         try:
             dead = lost_ranks(lost, parent.rank)
+            if outside := [rank for rank in dead if rank not in parent.ranks]:
+                raise LayoutError(f"lost= names ranks {outside}, which are not in the group")
             limit = seconds(timeout, parent.timeout)
             count = checks.integer("buffers", buffers, 1, 2)
             into = {} if destinations is None else receiving(destinations, None)[1]
@@ -430,7 +432,7 @@ class WeightSync:
             if readers is not None and not isinstance(readers, dist.Store):
                 raise LayoutError(f"readers={checks.shown(readers)}: expected a torch.distributed.Store")
             named = tuple((each, each) for each in dead)
-            given = Given(None, destinations, delta=delta, lost=named, **options)
+            given = Given(None, destinations, delta=delta, lost=named, lost_any=True, **options)
         except Exception as error:
             wrong, given = Caller(_OP, parent.rank).typed(error), Given(None, None)
         twin = parent.twin(self._name)
