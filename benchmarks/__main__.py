@@ -39,6 +39,9 @@ BENCHMARKS = {
     "quantize": Benchmark("quantize", "30 s", "block-scaled types on one core, compared with a copy"),
     "weights": Benchmark("weights.sync", "7 min", "a model's weights from trainers to servers"),
     "delta": Benchmark("weights.delta", "2 min", "versions of weights in training as their changes"),
+    "peer_weights": Benchmark(
+        "weights.peer_weights", "1 min", "who sends how many bytes on layouts of others, planned"
+    ),
     "clients": Benchmark(
         "weights.clients", "5 min", "torchft and Megatron Core with their own transports and ours"
     ),
