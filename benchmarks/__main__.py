@@ -76,7 +76,7 @@ BENCHMARKS = {
 _PAGES = (
     "calls.page", "elastic.job_compared", "elastic.time_to_error", "many_ranks", "pipeline.e2e_page",
     "pipeline.partition", "pipeline.sweep_page", "planner", "resources", "weights.clients", "weights.delta",
-    "weights.sync",
+    "weights.peer_weights", "weights.sync",
 )  # fmt: skip
 """Modules with PAGES."""
 

@@ -225,6 +225,15 @@ def test_every_pair_has_layouts_for_all_of_its_tensors() -> None:
         assert set(each.published) <= set(each.methods or METHODS)
 
 
+def test_kept_figures_are_those_of_this_tree() -> None:
+    """One pair, without meshcast's plan, which may become better."""
+    small = next(each for each in pairs() if each.name == "Qwen3-30B, 16 to 16 H100")
+    (kept,) = (each for each in peer_weights.PAGE.results["pairs"] if each["name"] == small.name)
+    for row in kept["rows"][1:]:
+        found = count(small, row["method"])
+        assert {**row, **found.row(small.servers.ranks), "seconds": found.seconds} == row
+
+
 def results() -> dict[str, Any]:
     row = {
         "method": "unicasts", "seconds": 0.5, "to_servers": 2.5e9, "busiest_trainer_nic": 1e9,
