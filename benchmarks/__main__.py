@@ -39,6 +39,9 @@ BENCHMARKS = {
     "quantize": Benchmark("quantize", "30 s", "block-scaled types on one core, compared with a copy"),
     "weights": Benchmark("weights.sync", "7 min", "a model's weights from trainers to servers"),
     "delta": Benchmark("weights.delta", "2 min", "versions of weights in training as their changes"),
+    "peer_weights": Benchmark(
+        "weights.peer_weights", "1 min", "who sends how many bytes on layouts of others, planned"
+    ),
     "clients": Benchmark(
         "weights.clients", "5 min", "torchft and Megatron Core with their own transports and ours"
     ),
@@ -73,7 +76,7 @@ BENCHMARKS = {
 _PAGES = (
     "calls.page", "elastic.job_compared", "elastic.time_to_error", "many_ranks", "pipeline.e2e_page",
     "pipeline.partition", "pipeline.sweep_page", "planner", "resources", "weights.clients", "weights.delta",
-    "weights.sync",
+    "weights.peer_weights", "weights.sync",
 )  # fmt: skip
 """Modules with PAGES."""
 
