@@ -111,6 +111,7 @@ WITHOUT = {
         "AbortedError DeadlineExceededError LayoutError MeshcastError PeerLostError PlanMismatchError "
         # what others return
         "CallCounters Counters PairCounters LocalCopy Plan PlanCacheInfo Problem ReshardedState Task "
+        "TensorManifest WeightManifest "
         "Transfer TransferStats WeightProgress WeightStats "
         # in the examples of others
         "Host Nic TensorSpec __version__ plan_cache_clear"

@@ -65,7 +65,7 @@ class Buffer:
         self._written = [(x, x._version) for x in tensors if not x.is_inference()]
 
     def is_as_it_arrived(self) -> bool:
-        """Returns whether it is whole, and nobody has written to it, as torch counts."""
+        """Returns whether it is whole, and no one has written to it, as torch counts."""
         return self.state is not None and all(x._version == seen for x, seen in self._written)
 
     def tear(self) -> None:

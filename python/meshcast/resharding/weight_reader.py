@@ -2,8 +2,8 @@
 
 A reader asks in a store. Ranks that have a whole version offer it, and the reader chooses the newest; it
 meets those that have it, and one call of reshard_state_dict among them brings what it wants. So the trainers
-take no part, no byte moves before the reader knows names, shapes and dtypes, and each rank that offers goes
-on receiving versions: one that is written while it is read is not returned, and the reader asks again.
+take no part, and no byte moves before the reader knows names, shapes and dtypes. Ranks that offer continue to
+receive versions: one that is written while it is read is not returned, and the reader asks again.
 
 Keys in the store, by the number n of a question: `ask/n` is the question, "" once it is answered; `offers/n`
 counts the offers, which are `offer/n/1` and so on; `meet/n` names those that the reader has chosen.
@@ -64,7 +64,7 @@ _AGAIN = 0.5  # seconds until a question is put again, to ranks that have had no
 _KEPT = 256  # answered questions in the store
 _SOON = 0.05  # seconds after which a rank that waits for a reader looks whether that is there
 _GRACE = 1.0  # seconds that the store gets beyond the limit of a call
-_TORN = "torn"  # in place of digests
+_TORN = "torn"  # sent instead of digests
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class _Questions:
         return number
 
     def close(self, number: int, offers: int) -> None:
-        """The question is answered. What was said of it is erased."""
+        """The question is answered: its keys are erased."""
         self.store.set(f"ask/{number}", "")
         for key in (
             f"offers/{number}",
@@ -185,10 +185,10 @@ def _waited(look: Callable[[], _T | None], deadline: float) -> _T | None:
 
 class Offering:
     """The part of a rank that answers readers, in a thread of its own: it waits in the store, and needs no
-    CPU time between two questions. What fails there is logged, and concerns no other call."""
+    CPU time between two questions. A failure is logged, and concerns no other call."""
 
     def __init__(self, store: dist.Store, buffers: Buffers, rank: int, ranks: Iterable[int]) -> None:
-        """buffers: whose newest whole version is offered. ranks: of the group, for numbers beside theirs."""
+        """buffers: whose newest whole version is offered. ranks: of the group."""
         self._questions = _Questions(store)
         self._store = store
         self._buffers, self._rank, self._ranks = buffers, rank, max(ranks) + 1
@@ -230,7 +230,7 @@ class Offering:
             meeting.close()
 
         def leave() -> None:
-            with suppress(Exception):  # the store may have gone before
+            with suppress(Exception):  # the store may have ended before
                 questions = _Questions(self._store)
                 questions.store.add("offering", -1)
                 questions.ask("")  # which wakes the thread
@@ -381,8 +381,8 @@ class WeightReader:
     received them: an engine that has restarted, one that was added, an evaluation.
 
     The ranks of the WeightSync give it the same store as ``readers=``. The reader gets the newest version
-    that is whole on some of them, from all that have it, while training and pushes go on; the trainers take
-    no part. It may lie in any layout. A version that is replaced while it is read is not returned: the
+    that is whole on some of them, from all that have it, while training and pushes continue; the trainers
+    take no part. It may lie in any layout. A version that is replaced while it is read is not returned: the
     reader then asks for the newest again.
 
     Args:
@@ -397,13 +397,24 @@ class WeightReader:
     Raises:
         LayoutError: a wrong argument.
 
-    Example, in a process of its own; the store has its server elsewhere::
+    Example, on the four ranks of ``torchrun --nproc-per-node 4``, the last of which reads from outside::
 
-        store = dist.TCPStore("node0", 29600, is_master=False)
-        with meshcast.WeightReader(store, {"w": meshcast.Layout([0], [Replicate()])}, rank=0) as reader:
-            print(reader.manifest().tensors["w"].shape)  # nothing has moved
-            newest = reader.pull()
-            print(newest, reader.state["w"])
+        server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # that of rank 0
+        ports, trains, serves = [server.port], dist.get_rank() == 0, dist.get_rank() in (1, 2)
+        dist.broadcast_object_list(ports)
+        store = dist.TCPStore("localhost", ports[0], is_master=False)
+        weights = {"w": distribute_tensor(torch.ones(4, 2), DeviceMesh("cpu", [0]), [Replicate()])}
+        where = {"w": (DeviceMesh("cpu", [1, 2]), [Shard(0)])}
+        with meshcast.WeightSync(weights if trains else None, where, readers=store) as sync:
+            if trains:
+                sync.push(1)
+            elif serves:
+                sync.pull(1)
+            else:
+                with meshcast.WeightReader(store, {"w": meshcast.Layout([3], [Replicate()])}) as reader:
+                    assert reader.pull() == 1
+                    assert bool((reader.state["w"] == 1).all())
+            dist.barrier()
     """
 
     def __init__(
@@ -465,7 +476,7 @@ class WeightReader:
 
     def pull(self, version: int | None = None) -> int:
         """Makes the newest version current that can be read, and returns its number. `state` has its tensors;
-        those of the version before stay as they are, and belong to whoever has them.
+        those of the version before stay as they are.
 
         version: the oldest that will do; it waits for that. Without it, the current version stays current
         where no newer one is offered.
@@ -624,7 +635,7 @@ class WeightReader:
         return meet
 
     def _received(self, found: _Newest, deadline: float) -> ReshardedState:
-        """What this process wants, of a version that was found."""
+        """Returns the destinations of this process, filled from a version that was found."""
         missing = [name for name in self._where if name not in found.holding]
         if missing:
             raise Caller(_OP, phase="agree").error(
@@ -660,7 +671,7 @@ class WeightReader:
         return result
 
     def _moved(self, found: _Newest, wanted: dict[str, Layout], deadline: float) -> ReshardedState:
-        """What the chosen ranks have of these layouts, which name this process by its number there."""
+        """Returns the values in these layouts, which name this process by its number in the meeting."""
         meet = self._meet(found, deadline)
         name, ranks = f"{_PREFIX}/{found.number}", (*meet.ranks, meet.number)
         meeting = Meeting(self._store, name, ranks, meet.number, meet.timeout, found.contacts)

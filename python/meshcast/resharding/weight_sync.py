@@ -99,13 +99,15 @@ class _Side:
         self._left = ""  # why this rank ends
         self._fork_count = forks.count
 
-    def check(self) -> bool:
-        """Raises LayoutError for arguments that are wrong by themselves. Returns whether this rank asks for
-        tensors on a GPU."""
+    def check(self) -> tuple[bool, bool]:
+        """Raises LayoutError for arguments that are wrong by themselves. Returns whether this rank receives,
+        and whether it asks for tensors on a GPU."""
         run = self._prepared(_OP, None, None)
         if run.refused is not None:
             raise run.refused
-        return any(each.device_type == "cuda" for each in run.checked.side.wanted.values())
+        wanted, rank = run.checked.side.wanted.values(), self.parent.rank
+        receives = any(each.layout is None or rank in each.layout.ranks for each in wanted)
+        return receives, any(each.device_type == "cuda" for each in wanted)
 
     def _prepared(
         self, op: str, version: Any, memory: Memory | None, wrong: Exception | None = None
@@ -358,7 +360,7 @@ class WeightSync:
         out: with one buffer, {name: tensor} to receive into, as for reshard_state_dict: the weights of a
             model that serves. A module, a function, and entries that share a module's memory: as for `state`.
         lost: ranks of the group that are dead, or take no part: they are in no destination, and construct
-            none. The same on all ranks. After the loss of a rank that serves, the others go on with it.
+            none. The same on all ranks. After the loss of a rank that serves, the others continue with it.
         readers: a store in which processes outside the group ask for versions, with `WeightReader`. Each rank
             that receives answers them, in a thread of its own, with the newest whole version that it has.
 
@@ -445,10 +447,10 @@ class WeightSync:
         try:
             if wrong is not None:
                 raise wrong
-            on_gpu = self._side.check()
+            receives, on_gpu = self._side.check()
             if state is None and not self._one:
                 self._side.receive(on_gpu)
-            if state is None and readers is not None:
+            if receives and readers is not None:
                 from .weight_reader import Offering
 
                 self._offering = Offering(readers, self._buffers, parent.rank, parent.ranks)
