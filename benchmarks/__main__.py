@@ -39,6 +39,7 @@ BENCHMARKS = {
     "quantize": Benchmark("quantize", "30 s", "block-scaled types on one core, compared with a copy"),
     "weights": Benchmark("weights.sync", "7 min", "a model's weights from trainers to servers"),
     "delta": Benchmark("weights.delta", "2 min", "versions of weights in training as their changes"),
+    "reader": Benchmark("weights.reader", "1 min", "weights for an engine that restarts, from other engines"),
     "peer_weights": Benchmark(
         "weights.peer_weights", "1 min", "who sends how many bytes on layouts of others, planned"
     ),
@@ -76,7 +77,7 @@ BENCHMARKS = {
 _PAGES = (
     "calls.page", "elastic.job_compared", "elastic.time_to_error", "many_ranks", "pipeline.e2e_page",
     "pipeline.partition", "pipeline.sweep_page", "planner", "resources", "weights.clients", "weights.delta",
-    "weights.peer_weights", "weights.sync",
+    "weights.peer_weights", "weights.reader", "weights.sync",
 )  # fmt: skip
 """Modules with PAGES."""
 
