@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshcast import Layout
+from meshcast.resharding.weight_reader import Offering
 from meshcast.transfers.digest import values_digest
 from multiproc.meshes import quiet_mesh
 from multiproc.own_threads import left_running
@@ -238,6 +239,37 @@ def what_was_changed_is_not_served(context) -> None:
     job.done()
 
 
+def overwritten_between_offer_and_transfer(context) -> None:
+    """A version that its rank has offered is replaced before it is sent: the reader gets another one."""
+    job = Outside(context)
+    job.all_turn(1)
+    send = Offering._send
+    if job.rank in SERVERS:
+
+        def late(self, *given) -> None:
+            Offering._send = send
+            context.say("chosen")
+            context.wait_until(
+                lambda: context.store.check([f"{context.case}/replaced/{context.rank}"]), "it is replaced"
+            )
+            send(self, *given)
+
+        Offering._send = late
+    context.wait_for_all("ready")
+    if job.reads:
+        with job.reader() as reader:
+            newest = reader.pull()
+            assert newest == 3
+            is_version(reader.state, 3)
+    else:
+        context.wait_until(lambda: context.store.check([f"{context.case}/chosen/2"]), "it is chosen")
+        for version in (2, 3):
+            job.turn(version)
+            context.wait_for_all(f"version {version}", ranks=TRAINERS + SERVERS)
+        context.say("replaced")
+    job.done()
+
+
 def wrong_arguments(context) -> None:
     """Typed, at once, before a byte moves; the reader and those that serve stay in use."""
     job = Outside(context)
@@ -323,6 +355,7 @@ CASES = [
     a_version_that_comes_later,
     several_readers,
     what_was_changed_is_not_served,
+    overwritten_between_offer_and_transfer,
     wrong_arguments,
     nothing_is_left,
     one_buffer,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from ..errors import LayoutError
 from ..groups.parent import ParentGroup, StoreConnection
 from .state_arguments import Given
 from .state_run import ReshardedState, StateRun, conversation
@@ -52,13 +53,19 @@ class Meeting:
         *,
         deadline: float,
         lost: Sequence[int] = (),
+        still: Callable[[], bool] = lambda: True,
         **options: Any,
     ) -> ReshardedState:
         """reshard_state_dict among these ranks, all of which call it, with its options. deadline: by
         time.monotonic(). lost: ranks in layouts of what is held that are not of the meeting; the same on
-        all."""
+        all. still(): asked once changes of the tensors are noticed: whether they are what they were meant to
+        be; if not, all ranks raise PlanMismatchError."""
         given = Given(state, destinations, out, lost=tuple((rank, rank) for rank in lost), **options)
-        return conversation(self._parent).run(StateRun(self.rank, given), deadline)
+        run = StateRun(self.rank, given)
+        if not still():
+            changed = LayoutError("the tensors have been changed since they were offered")
+            run = StateRun(self.rank, given, wrong=changed)
+        return conversation(self._parent).run(run, deadline)
 
     def close(self) -> None:
         """Ends what is in flight, on all ranks."""

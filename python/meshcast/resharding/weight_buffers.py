@@ -58,15 +58,19 @@ class Buffer:
         self.torn = False
         self.arrived: Arrived | None = None
         self._written: list[tuple[torch.Tensor, int]] = []
+        self._uncounted = False
 
     def fill(self, state: ReshardedState, targets: dict[str, Target], version: int) -> None:
         self.state, self.targets, self.version, self.torn = state, targets, version, False
         tensors = [local_of(x) for x in state.values() if isinstance(x, torch.Tensor)]
         self._written = [(x, x._version) for x in tensors if not x.is_inference()]
+        self._uncounted = len(self._written) < len(tensors)
 
     def is_as_it_arrived(self) -> bool:
-        """Returns whether it is whole, and no one has written to it, as torch counts."""
-        return self.state is not None and all(x._version == seen for x, seen in self._written)
+        """Returns whether it is whole, and no one has written to it, as torch counts. It does not count
+        writes to tensors made in inference mode."""
+        counted = self.state is not None and not self._uncounted
+        return counted and all(x._version == seen for x, seen in self._written)
 
     def tear(self) -> None:
         """It is about to be written. A call that reads it finds that it was."""
@@ -128,6 +132,11 @@ class Buffers:
             if best is None or best.state is None:
                 return None
             return best.version, best.state, best.targets
+
+    def has(self, state: ReshardedState) -> bool:
+        """Returns whether this, which whole() has returned, is as it arrived."""
+        with self._changed:
+            return any(each.state is state and each.is_as_it_arrived() for each in self._buffers)
 
     def base(self) -> Arrived | None:
         """Returns the newest version that is whole; None where that cannot be said of any."""

@@ -35,7 +35,6 @@ from ..errors import (
     LayoutError,
     MeshcastError,
     PeerLostError,
-    PlanMismatchError,
 )
 from ..groups.parent import StoreConnection, seconds
 from ..groups.private import Contact
@@ -303,8 +302,7 @@ class Offering:
         meet = unpack(_Meet, text)
         if mine in meet.boxes:
             sums = {name: self._sum(name, boxes, found) for name, boxes in meet.boxes[mine].items()}
-            again = self._buffers.whole()  # a version that was written meanwhile is not this one any longer
-            text = pack(sums, dict[str, int]) if again is not None and again[1] is found[1] else _TORN
+            text = pack(sums, dict[str, int]) if self._buffers.has(found[1]) else _TORN
             questions.store.set(f"sums/{number}/{mine}", text)
         elif mine in meet.offers:
             self._send(number, meet, found, deadline, ask.contact)
@@ -350,6 +348,7 @@ class Offering:
                 deadline=deadline,
                 layouts={name: (inside[name].layout, inside[name].shape) for name in held},
                 lost=_others(targets.values(), meet),
+                still=lambda: self._buffers.has(state),
                 digest=meet.digest,
                 strict=False,
             )
@@ -510,7 +509,7 @@ class WeightReader:
                     # A rank that freezes must not take all of the time.
                     self._state = self._received(found, (time.monotonic() + deadline) / 2)
                     return found.version
-                except (LayoutError, PlanMismatchError):
+                except LayoutError:
                     raise
                 except MeshcastError as error:
                     failed = error
