@@ -474,7 +474,7 @@ _HOURS, _DAYS = 3600, 86400
 
 @dataclass(frozen=True)
 class GpuFigures:
-    """What was measured between the GPUs of one machine, over one transport.
+    """Measured figures of the GPUs of one machine, over one transport.
 
     local_rate: bytes/s of each rank to a neighbour while all of them send. out_rate, in_rate: of the machine,
     to and from others. round_ns: of a round of messages, apart from its bytes. 0 where that was not
@@ -515,7 +515,7 @@ class MachineFigures:
 
 @dataclass(frozen=True)
 class AgreedFigures:
-    """What the ranks of a group plan calls between GPUs with: the same on all of them.
+    """Figures with which all ranks of a group plan calls between GPUs.
 
     slot: of the figures, which fit no other transport. local_rate: bytes/s, the least of all hosts;
     round_ns: 0 where it was not measured.
@@ -570,7 +570,7 @@ def agreed_figures(
 
 
 def _visible_to(ranks: Sequence[int], offers: Mapping[int, MachineFigures | None]) -> int:
-    """How many GPUs these ranks see together."""
+    """Number of GPUs that these ranks see together."""
     seen = [offer.visible for rank in ranks if (offer := offers.get(rank)) is not None]
     return len({gpu for each in seen for gpu in each})
 
@@ -592,7 +592,7 @@ def forget_figures() -> None:
 
 
 def _offered_figures() -> MachineFigures | None:
-    # Without a file nobody asks NVML, which may take long.
+    # Without a file NVML is not asked, which may take long.
     folder = settings.figures_folder()
     if folder is None or not any(folder.glob("gpu-*.json")):
         return None
@@ -646,7 +646,7 @@ def stored_figures(machine: settings.GpuMachine) -> tuple[dict[str, GpuFigures],
 
 
 def _facts_of(machine: settings.GpuMachine) -> dict[str, Any]:
-    """What figures depend on."""
+    """Surroundings that figures depend on."""
     from . import _C
 
     try:
@@ -678,7 +678,7 @@ def _read_figures(reader: Reader) -> GpuFigures:
 
 
 def keep_figures(machine: settings.GpuMachine | None, slot: str, figures: GpuFigures) -> str:
-    """Writes the figures of a slot to the file of this machine, beside those of others. Returns why they
+    """Writes the figures of a slot to the file of this machine, and keeps those of others. Returns why they
     could not be kept, "" where they were or where MESHCAST_GPU_FIGURES forbids it."""
     if machine is None:
         return "NVML, by which machines are distinguished, is missing"

@@ -103,8 +103,10 @@ def shared_folder(context) -> str:
 
 
 def measured(group: dist.ProcessGroup | None = None) -> meshcast.Topology:
+    before = {*parent_group(group, "test")._twins}
     found = meshcast.measure_topology(group, seconds=SECONDS, device="cuda")
     agreed(found.to_json())
+    assert {*parent_group(group, "test")._twins} == before, "its communicators are gone"
     return found
 
 
@@ -139,13 +141,17 @@ ISLANDS = {0: 0, 1: 1, 2: 0, 3: 1, 4: 1}  # ranks 3 and 4 share a GPU
 
 
 def nvml_says_which_gpus_nvlink_joins(context) -> None:
-    links = ((0, 2), (1, 3))
-    with gpus(context, "aaaaa", "01233", machine(4, links), rate=rate_by_domain(ISLANDS)):
+    seen, folder = machine(4, ((0, 2), (1, 3))), shared_folder(context)
+    with gpus(context, "aaaaa", "01233", seen, folder=folder, rate=rate_by_domain(ISLANDS)):
         topology = measured()
+        (kept,) = topology_module.stored_figures(seen)[0].values()
     assert [host.ranks for host in topology.hosts] == [(0, 2), (1, 3, 4)]
     assert all(near(host.local_rate, NEAR) for host in topology.hosts), topology.hosts
     # Two ranks that send at FAR each to three that receive all of it at FAR.
     assert near(topology.hosts[0].nics[0].in_rate, 2 * FAR), topology.hosts
+    # The file is of a whole machine: its ranks have what they reach in the other domain.
+    assert kept.domains == (("GPU-0", "GPU-2"), ("GPU-1", "GPU-3"))
+    assert kept.out_rate == kept.in_rate == 0 and kept.local_rate < 1.05 * FAR, kept
 
 
 def without_nvml_the_rates_say_it(context) -> None:
@@ -177,9 +183,10 @@ def figures_are_kept_for_later_groups(context) -> None:
         before = parent_group(None, "test").twin("before").private(range(5))
         before.connect(60.0)
         assert before.figures is None
-        topology = measured()
+        group = dist.new_group(list(range(5)))
+        topology = measured(group)
         assert len(list(Path(folder).iterdir())) == 2
-        after = parent_group(None, "test").twin("after").private(range(5))
+        after = parent_group(group, "test").private(range(5))  # which had not met for the measurement
         after.connect(60.0)
         assert after.figures is not None
         agreed((after.figures.slot, after.figures.topology.to_json(), after.figures.round_ns))
@@ -312,12 +319,11 @@ def what_is_wrong_on_one_rank_is_raised_on_all(context) -> None:
 def a_host_with_more_ranks_than_gpus_shares_them(context) -> None:
     """Its figures are others than those of a rank for each GPU."""
     seen, folder = machine(3), shared_folder(context)
-    group = dist.new_group(list(range(5)))  # whose GPUs are not connected yet
     with gpus(context, "aaaaa", "01122", seen, folder=folder, transport="cuda_ipc"):
-        measured(group)
+        measured()
         slots, _ = topology_module.stored_figures(seen)
         assert list(slots) == ["cuda_ipc, shared GPUs"]
-        again = parent_group(group, "test").twin("again")
+        again = parent_group(None, "test").twin("again")
         everybody = again.private(range(5))
         everybody.connect(60.0)
         assert everybody.figures is not None and everybody.figures.slot == "cuda_ipc, shared GPUs"

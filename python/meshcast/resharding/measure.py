@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -17,7 +18,7 @@ from ..base import checks, settings
 from ..base.observe import log
 from ..base.settings import host_identity
 from ..errors import LayoutError, MeshcastError, PlanMismatchError
-from ..groups.parent import parent_group
+from ..groups.parent import ParentGroup, parent_group
 from ..layout import Layout
 from ..planning.plan import Problem
 from ..topology import (
@@ -120,7 +121,7 @@ def measure_topology(
 
 
 class _Rates(NamedTuple):
-    """Of one host, bytes/s; 0 where it has nobody to exchange data with."""
+    """Rates of one host, bytes/s; 0 where it has no other to exchange data with."""
 
     out: int
     in_: int
@@ -181,8 +182,8 @@ class _Probe(ABC):
 
     @abstractmethod
     def ready(self, moves: Sequence[_Flow]) -> Callable[[], float]:
-        """Returns what makes the moves, all at once, and tells how many seconds they took here; a collective
-        of the group."""
+        """Returns a function that makes the moves, all at once, and returns the seconds they took here; both
+        are collectives of the group."""
 
 
 class _HostProbe(_Probe):
@@ -308,19 +309,35 @@ def _own_card(machine: settings.GpuMachine | None) -> _Card | str:
 
 def _of_gpus(group: dist.ProcessGroup | None, hosts: Sequence[tuple[int, ...]], seconds: float) -> Topology:
     machine = settings.gpu_machine()
+    # A name for the private group, which no measurement had before.
+    said = gather_facts((_own_card(machine), os.urandom(8).hex()), group)
     cards: dict[int, _Card] = {}
-    for rank, (card,) in sorted(gather_facts((_own_card(machine),), group).items()):
+    for rank, (card, _) in sorted(said.items()):
         if isinstance(card, str):
             raise MeshcastError(f"rank {rank} cannot use its GPU: {card}", peer=rank)
         cards[rank] = card
     everybody = tuple(sorted(cards))
     if len(everybody) == 1:
         return Topology([Host(everybody, (Nic(1, 1),), 1)])
-    probe = _GpuProbe(group, everybody, min(card.free for card in cards.values()))
+    parent, name = parent_group(group, _OP), f"{_OP}/{said[everybody[0]][1]}"
+    probe = _GpuProbe(group, parent.twin(name), everybody, min(card.free for card in cards.values()))
+    try:
+        return _topology_of_gpus(machine, hosts, cards, probe, seconds)
+    finally:  # its communicators take room on the GPU
+        parent.drop_twin(name, time.monotonic())
+
+
+def _topology_of_gpus(
+    machine: settings.GpuMachine | None,
+    hosts: Sequence[tuple[int, ...]],
+    cards: Mapping[int, _Card],
+    probe: _GpuProbe,
+    seconds: float,
+) -> Topology:
     domains = _domains(hosts, cards, probe, seconds)
     rates = _measured(domains, probe, seconds)
     leaders = [ranks[0] for ranks in domains]
-    round_ns = probe.round_ns(leaders[:2] if len(leaders) > 1 else everybody[:2])
+    round_ns = probe.round_ns(leaders[:2] if len(leaders) > 1 else sorted(cards)[:2])
     _keep(machine, hosts, cards, domains, rates, round_ns, probe)
     found = _described(domains, rates)
     if not round_ns:
@@ -330,14 +347,17 @@ def _of_gpus(group: dist.ProcessGroup | None, hosts: Sequence[tuple[int, ...]], 
 
 class _GpuProbe(_Probe):
     """Tensors on the current GPU, by its own clock. All moves are calls of one private group, that of all
-    ranks: communicators of NCCL are few."""
+    ranks: communicators of NCCL are few. It is none of those that other calls use, which have yet to meet
+    and take the figures."""
 
     # The same plan whatever is known of rates: nothing is forwarded, so staging alone cuts it into rounds.
     _PLANNED = PlanOptions("send_recv", Topology.uniform(1, nic_gbps=10.0))
 
-    def __init__(self, group: dist.ProcessGroup | None, everybody: tuple[int, ...], free: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, parent: ParentGroup, everybody: tuple[int, ...], free: int
+    ) -> None:
         super().__init__(group)
-        self._parent = parent_group(group, _OP)
+        self._parent = parent
         self._everybody = everybody
         self._limit = seconds_of(None, self._parent.timeout)
         self.most_bytes = max(min(_MOST_BYTES, free // _PART_OF_MEMORY), _PROBE_BYTES)
@@ -386,7 +406,7 @@ class _GpuProbe(_Probe):
         return max(round(1e9 * found), 0)
 
     def transport(self) -> str:
-        """How the ranks are connected, once they are."""
+        """Name of what connects the ranks, once they are connected."""
         from ..transfers.gpu import gpu_of
 
         gpu = gpu_of(self._parent.private(self._everybody))
