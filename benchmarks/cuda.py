@@ -270,7 +270,7 @@ def topology() -> None:
         refuse("cuda_topology", f"two ranks are needed, found {world}")
     torch.cuda.set_device(rank % torch.cuda.device_count())
     found = meshcast.measure_topology(seconds=MEASURED_SECONDS, device="cuda")
-    group = parent_group(None, "benchmark").twin("measured").private(list(range(world)))
+    group = parent_group(None, "benchmark").private(list(range(world)))
     group.connect(group.timeout)
     machine = settings.gpu_machine()
     slots, ignored = stored_figures(machine) if machine else ({}, "NVML is missing")
