@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -320,7 +321,9 @@ def _of_gpus(group: dist.ProcessGroup | None, hosts: Sequence[tuple[int, ...]], 
     if len(everybody) == 1:
         return Topology([Host(everybody, (Nic(1, 1),), 1)])
     parent, name = parent_group(group, _OP), f"{_OP}/{said[everybody[0]][1]}"
-    probe = _GpuProbe(group, parent.twin(name), everybody, min(card.free for card in cards.values()))
+    sharing = Counter(card.uuid for card in cards.values())
+    free = min(card.free // sharing[card.uuid] for card in cards.values())
+    probe = _GpuProbe(group, parent.twin(name), everybody, free)
     try:
         return _topology_of_gpus(machine, hosts, cards, probe, seconds)
     finally:  # its communicators take room on the GPU
