@@ -68,6 +68,9 @@ BENCHMARKS = {
     "cuda_kernels": Benchmark("cuda:kernels", "2 min", "pack and unpack kernels; a GPU"),
     "cuda_ipc": Benchmark("cuda:ipc", "2 min", "reshards between processes on one GPU; a rank"),
     "cuda_beside": Benchmark("cuda:beside", "1 min", "a matrix product next to a reshard on one GPU; a rank"),
+    "cuda_topology": Benchmark(
+        "cuda:topology", "20 s", "rates between GPUs, and what is kept of them; a rank"
+    ),
     "check": Benchmark("check", "15 min", "whether this tree is as fast as the results that are kept"),
     "publish": Benchmark(
         "__main__:publish", "20 s", "pages and charts again, from the results that are kept"

@@ -3,6 +3,7 @@ begin where nothing can be measured."""
 
 from __future__ import annotations
 
+import json
 import statistics
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from typing import Any, NoReturn
 import meshcast
 import torch
 import torch.distributed as dist
+from meshcast.base import settings
 from meshcast.base.progress import track
 from meshcast.groups.parent import parent_group
+from meshcast.topology import stored_figures
 from meshcast.transfers.gpu import gpu_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -245,6 +248,50 @@ def ipc() -> None:
     if rank == 0:
         write_figures(out, rows, ranks=world)
     dist.destroy_process_group()
+
+
+MEASURED_SECONDS = 0.05  # about, of one transfer
+
+
+def topology() -> None:
+    """What measure_topology finds between the GPUs of this job, and what it keeps for later ones.
+
+    torchrun --nproc-per-node 2 -m benchmarks cuda_topology [--out FILE.json]      (or more)
+
+    Ranks take the GPUs in turns, so that those of a machine with a single one share it. The rates are of
+    tensors on the GPUs, over the transport that other calls take; a round is what the rounds of a plan cost
+    apart from their bytes. A group that is made afterwards must plan with these figures. Needs a GPU and a
+    build with CUDA.
+    """
+    out = begin("cuda_topology", topology.__doc__)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world < 2:
+        refuse("cuda_topology", f"two ranks are needed, found {world}")
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    found = meshcast.measure_topology(seconds=MEASURED_SECONDS, device="cuda")
+    group = parent_group(None, "benchmark").private(list(range(world)))
+    group.connect(group.timeout)
+    machine = settings.gpu_machine()
+    slots, ignored = stored_figures(machine) if machine else ({}, "NVML is missing")
+    figures = group.figures
+    kept = f"kept ({figures.slot}), and taken by a new group" if figures else ignored or "not kept"
+    if rank == 0:
+        rows = json.loads(found.to_json())["hosts"]
+        for host in rows:
+            nic = host["nics"][0]
+            print(
+                f"ranks {host['ranks']}: {host['local_rate'] / 1e9:.1f} GB/s inside, "
+                f"{nic['out_rate'] / 1e9:.1f} out, {nic['in_rate'] / 1e9:.1f} in"
+            )
+        print(f"a round costs {1e6 * found.latency:.1f} us apart from its bytes; figures: {kept}")
+        for slot, each in slots.items():
+            print(f"{slot}: {each.text(time.time())}")
+        links = sorted(machine.links) if machine else None
+        write_figures(out, rows, ranks=world, round_us=1e6 * found.latency, kept=kept, nvlinks=links)
+    dist.destroy_process_group()
+    if machine is not None and settings.figures_folder() is not None and figures is None:
+        sys.exit("benchmarks cuda_topology: the figures were kept, but a new group does not plan with them")
 
 
 ROUNDS = 9

@@ -65,9 +65,9 @@ def refusals(rank: int) -> None:
     for call in (
         lambda: meshcast.Resharder(spec, spec),
         lambda: meshcast.Resharder(there, spec),
-        lambda: gpu.connect(0, bytes(128), 16, 1 << 26, 0, 5.0),
+        lambda: gpu.connect(0, bytes(128), 16, 1 << 26, 0, 0, 5.0),
         lambda: _C.IpcProof(0),
-        lambda: gpu.connect_ipc(0, _C.IpcMeeting(), ["", "", ""], 1 << 26, 5.0),
+        lambda: gpu.connect_ipc(0, _C.IpcMeeting(), ["", "", ""], 1 << 26, 0, 0, 5.0),
     ):
         try:
             call()

@@ -106,6 +106,8 @@ def steps() -> list[Step]:
     """The most telling ones first: a machine is lent for LENT_S in all, and the last may not be reached."""
     figures = str(BUILD / "figures")
     build = Command((sys.executable, str(Path(__file__).resolve()), "--build"))
+    # What it measures is what the plans of all later steps are made with.
+    topology = torchrun(2, "-m", "benchmarks", "cuda_topology", "--out", f"{figures}/topology.json")
     ranks_2 = torchrun(2, "-m", "benchmarks", "cuda_ipc", "--out", f"{figures}/ipc_2.json")
     return [
         Step("build", "the flavour for this torch", 180, (build,)),
@@ -120,7 +122,12 @@ def steps() -> list[Step]:
         ),
         Step("ipc", "ranks on one GPU over CUDA IPC", 100, (on_device("ipc"),)),
         Step("casts", "to another dtype", 45, (on_device("casts"),)),
-        Step("rates", "rates over CUDA IPC between two ranks", 50, (ranks_2,)),
+        Step(
+            "rates",
+            "rates over CUDA IPC between two ranks, and what plans take of them",
+            50,
+            (topology, ranks_2),
+        ),
         Step("backend", "backend, state dicts, compiled functions", 60, (on_device("backend", "wiring"),)),
         Step("pipeline", "pipelines, GPT and U-Transformer", 80, (on_device("pipeline"),)),
         Step("mixed", "between CPUs and GPUs", 45, (on_device("mixed"),)),
@@ -156,6 +163,7 @@ def environment(dry: bool, step: Step) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": f"{TREE / 'python'}:{TREE}",
         "MESHCAST_WORLD_LIMIT": str(limit_of(step, dry) * 0.6),
+        "MESHCAST_GPU_FIGURES": str(BUILD / "gpu_figures"),
     }
     env |= {"DEVICE": "cpu"} if dry else {"MESHCAST_REQUIRE_CUDA": "1"}
     if dry:

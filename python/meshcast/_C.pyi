@@ -663,10 +663,24 @@ class GpuGroupCore:
         self, control: GroupCore, store: Store, ranks: list[int], rank: int, name: str, device: int
     ) -> None: ...
     def connect(
-        self, lane: int, unique_id: bytes, blocks: int, staging: int, link_rate: int, timeout: float
+        self,
+        lane: int,
+        unique_id: bytes,
+        blocks: int,
+        staging: int,
+        link_rate: int,  # bytes/s inside a host, and
+        round_ns: int,  # of a round apart from its bytes; 0 where they are not known
+        timeout: float,
     ) -> None: ...
     def connect_ipc(
-        self, lane: int, meeting: IpcMeeting, addresses: list[str], staging: int, timeout: float
+        self,
+        lane: int,
+        meeting: IpcMeeting,
+        addresses: list[str],
+        staging: int,
+        link_rate: int,
+        round_ns: int,
+        timeout: float,
     ) -> None: ...
     def start(
         self,
@@ -678,6 +692,7 @@ class GpuGroupCore:
         timeout: float,
         types: Sequence[tuple[dtype, dtype, dtype]],  # source, on the way, destination
         after: int,
+        hop_by_hop: bool,  # a round for each message of a rank
     ) -> Work: ...
     def stats(self, work: Work) -> dict[str, float]: ...
     def traffic(self, work: Work) -> list[tuple[int, bool, int, int]]:

@@ -1,16 +1,23 @@
-"""Topology: which ranks share a host, the NICs of each host, and their rates."""
+"""Topology: which ranks share a host, the NICs of each host, and their rates; and the rates that were
+measured between the GPUs of a machine, which are kept in a file."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import logging
+import os
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from .base import checks, forks
+from .base import checks, forks, settings
 from .base.checks import Reader, read_json, typed_arguments
 from .base.settings import host_identity, network_links
 from .errors import Caller, LayoutError, MeshcastError, PlanMismatchError
@@ -458,3 +465,248 @@ def _read_host(reader: Reader) -> Host:
 
 DEFAULT = Topology.uniform(ranks_per_host=8, nic_gbps=10.0)
 """The topology of plans when none is given."""
+
+
+_FIGURES_FORMAT = "meshcast.gpu_figures/1"
+_LATEST = 1 << 40  # seconds since 1970
+_HOURS, _DAYS = 3600, 86400
+
+
+@dataclass(frozen=True)
+class GpuFigures:
+    """Measured figures of the GPUs of one machine, over one transport.
+
+    local_rate: bytes/s of each rank to a neighbour while all of them send. out_rate, in_rate: of the machine,
+    to and from others. round_ns: of a round of messages, apart from its bytes. 0 where that was not
+    measured. domains: uuids of the GPUs that were measured, those together that reach each other by NVLink,
+    or equally fast. measured: seconds since 1970.
+    """
+
+    local_rate: int
+    out_rate: int
+    in_rate: int
+    round_ns: int
+    ranks: int
+    measured: int
+    domains: tuple[tuple[str, ...], ...] = ()
+
+    def text(self, now: float) -> str:
+        """The figures in a line, with their age."""
+        age = max(now - self.measured, 0)
+        parts = [f"{self.local_rate / 1e9:.3g} GB/s inside the host"] if self.local_rate else []
+        if self.out_rate:
+            parts.append(f"{self.out_rate / 1e9:.3g} out and {self.in_rate / 1e9:.3g} GB/s in")
+        parts.append(f"{self.round_ns / 1e3:.3g} us a round" if self.round_ns else "a round not measured")
+        old = f"{age / _DAYS:.0f} days" if age >= 2 * _DAYS else f"{age / _HOURS:.0f} hours"
+        day = time.strftime("%Y-%m-%d %H:%M", time.gmtime(self.measured))
+        return f"{', '.join(parts)}; by {self.ranks} ranks, {old} ago ({day} UTC)"
+
+
+@dataclass(frozen=True)
+class MachineFigures:
+    """All figures of a machine, by slot (see `figures_slot`), as a rank offers them to the others. visible:
+    the GPUs that its process sees, as CUDA_VISIBLE_DEVICES names them; wants: the transport that it asks
+    for."""
+
+    visible: tuple[str, ...]
+    wants: str
+    slots: dict[str, GpuFigures]
+
+
+@dataclass(frozen=True)
+class AgreedFigures:
+    """Figures with which all ranks of a group plan calls between GPUs.
+
+    slot: of the figures, which fit no other transport. local_rate: bytes/s, the least of all hosts;
+    round_ns: 0 where it was not measured.
+    """
+
+    slot: str
+    topology: Topology
+    local_rate: int
+    round_ns: int
+
+
+def figures_slot(transport: str, shares: bool) -> str:
+    """Name of the figures of a transport, "nccl" or "cuda_ipc", between ranks that have a GPU each, or of
+    which some share one."""
+    return f"{transport}, shared GPUs" if shares else transport
+
+
+def agreed_figures(
+    hosts: Mapping[int, str], offers: Mapping[int, MachineFigures | None]
+) -> AgreedFigures | None:
+    """Figures for a group, from what each of its ranks offered when they met: a function of that alone, so
+    that ranks of different files plan equally. None unless every host has figures that fit.
+
+    Where the ranks of a host see fewer GPUs than they are, some share one. Which GPU each is on is not known
+    yet: the first call over GPUs compares the slot with what it finds (transfers/gpu.py).
+    """
+    ranks_of = ranks_by_host(hosts)
+    several = len(ranks_of) > 1
+    offered = [next(filter(None, (offers.get(rank) for rank in ranks)), None) for ranks in ranks_of]
+    known = [offer for offer in offered if offer is not None]
+    if len(known) < len(ranks_of):
+        return None
+    shares = any(len(ranks) > _visible_to(ranks, offers) for ranks in ranks_of)
+    wanted = known[0].wants
+    transport = wanted if wanted != "auto" else "cuda_ipc" if shares and not several else "nccl"
+    slot = figures_slot(transport, shares)
+    found = []
+    for ranks, offer in zip(ranks_of, known, strict=True):
+        figures = offer.slots.get(slot)
+        if figures is None or (several and not figures.out_rate):
+            return None
+        if len(ranks) > 1 and not figures.local_rate:
+            return None
+        found.append(figures)
+    local = [each.local_rate or min(each.out_rate, each.in_rate) or 1 for each in found]
+    rounds = [each.round_ns for each in found]
+    round_ns = max(rounds) if all(rounds) else 0
+    nics = [Nic(each.out_rate or rate, each.in_rate or rate) for each, rate in zip(found, local, strict=True)]
+    described = [Host(ranks, (nic,), rate) for ranks, nic, rate in zip(ranks_of, nics, local, strict=True)]
+    topology = Topology(described, round_ns / 1e3) if round_ns else Topology(described)
+    return AgreedFigures(slot, topology, min(local), round_ns)
+
+
+def _visible_to(ranks: Sequence[int], offers: Mapping[int, MachineFigures | None]) -> int:
+    """Number of GPUs that these ranks see together."""
+    seen = [offer.visible for rank in ranks if (offer := offers.get(rank)) is not None]
+    return len({gpu for each in seen for gpu in each})
+
+
+_known: list[MachineFigures | None] = []  # of this process, once it has looked
+_noted: set[str] = set()  # why figures were ignored: one line for each
+
+
+def known_figures() -> MachineFigures | None:
+    """Figures that this process offers to others; the file is read once, and after `keep_figures`."""
+    if not _known:
+        _known.append(_offered_figures())
+    return _known[0]
+
+
+def forget_figures() -> None:
+    """Has the next group read the file again."""
+    _known.clear()
+
+
+def _offered_figures() -> MachineFigures | None:
+    # Without a file NVML is not asked, which may take long.
+    folder = settings.figures_folder()
+    if folder is None or not any(folder.glob("gpu-*.json")):
+        return None
+    machine = settings.gpu_machine()
+    if machine is None:
+        return None
+    slots, why = stored_figures(machine)
+    if why and why not in _noted:
+        _noted.add(why)
+        logging.getLogger("meshcast").warning("measured figures of GPUs are ignored: %s", why)
+    if not slots:
+        return None
+    # The others need no names of GPUs.
+    brief = {slot: replace(figures, domains=()) for slot, figures in slots.items()}
+    return MachineFigures(settings.visible_gpus(machine), settings.CUDA_TRANSPORT.text(), brief)
+
+
+def figures_file(machine: settings.GpuMachine) -> Path | None:
+    """Place of a machine's figures; None where none are kept. Machines that share a home folder have a file
+    each."""
+    folder = settings.figures_folder()
+    gpus = json.dumps(sorted(machine.gpus)).encode()
+    return None if folder is None else folder / f"gpu-{hashlib.sha256(gpus).hexdigest()[:16]}.json"
+
+
+def stored_figures(machine: settings.GpuMachine) -> tuple[dict[str, GpuFigures], str]:
+    """Figures of this machine by slot, and why some that are there are ignored; empty where none are."""
+    path = figures_file(machine)
+    if path is None or not path.exists():
+        return {}, ""
+    try:
+        reader = Reader(read_json(path, "figures"), "figures")
+        reader.expect_format(_FIGURES_FORMAT)
+        written = reader.value("machine")
+        if not isinstance(written, dict):
+            raise LayoutError(f"figures.machine: expected an object, found {checks.shown(written)}")
+        here = _facts_of(machine)
+        for name, found in here.items():
+            if written.get(name) != found:
+                given = checks.shown(written.get(name))
+                return {}, (
+                    f"{path} was measured with {name} {given}, here it is {checks.shown(found)}; call "
+                    'meshcast.measure_topology(device="cuda") again'
+                )
+        slots = reader.child("figures")
+        found = {name: _read_figures(slots.child(name)) for name in reader.value("figures")}
+        reader.finish()
+    except MeshcastError as error:
+        return {}, f"{path} cannot be read: {error}; delete it"
+    return found, ""
+
+
+def _facts_of(machine: settings.GpuMachine) -> dict[str, Any]:
+    """Surroundings that figures depend on."""
+    from . import _C
+
+    try:
+        nccl = _C.nccl_version()
+    except (AttributeError, MeshcastError):  # a build without CUDA, or no library
+        nccl = ""
+    gpus = [list(each) for each in sorted(machine.gpus)]
+    return {"meshcast": settings.version(), "driver": machine.driver, "nccl": nccl, "gpus": gpus}
+
+
+def _read_figures(reader: Reader) -> GpuFigures:
+    domains = reader.items("domains")
+    if not all(isinstance(each, list) and all(isinstance(u, str) for u in each) for each in domains):
+        raise LayoutError(f"{reader.where}.domains: expected lists of texts")
+    rates = [reader.integer(name, 0, _MAX_RATE) for name in ("local_rate", "out_rate", "in_rate")]
+    if bool(rates[1]) != bool(rates[2]) or not any(rates):
+        raise LayoutError(f"{reader.where}: the rates {rates} do not belong together")
+    figures = GpuFigures(
+        local_rate=rates[0],
+        out_rate=rates[1],
+        in_rate=rates[2],
+        round_ns=reader.integer("round_ns", 0, _MAX_LATENCY_NS),
+        ranks=reader.integer("ranks", 1, _MAX_RANK),
+        measured=reader.integer("measured", 0, _LATEST),
+        domains=tuple(map(tuple, domains)),
+    )
+    reader.finish()
+    return figures
+
+
+def keep_figures(machine: settings.GpuMachine | None, slot: str, figures: GpuFigures) -> str:
+    """Writes the figures of a slot to the file of this machine, and keeps those of others. Returns why they
+    could not be kept, "" where they were or where MESHCAST_GPU_FIGURES forbids it."""
+    if machine is None:
+        return "NVML, by which machines are distinguished, is missing"
+    path = figures_file(machine)
+    if path is None:
+        return ""
+    slots, _ = stored_figures(machine)
+    slots[slot] = figures
+    written = {
+        "format": _FIGURES_FORMAT,
+        "machine": _facts_of(machine),
+        "figures": {name: _written(each) for name, each in slots.items()},
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=".gpu-")
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(json.dumps(written, indent=1) + "\n")
+            os.replace(beside, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
+            raise
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return ""
+
+
+def _written(figures: GpuFigures) -> dict[str, Any]:
+    return {**asdict(figures), "domains": [list(each) for each in figures.domains]}

@@ -27,6 +27,7 @@ from cases_reshard import (
     mesh_of,
     random_layouts,
     several_in_flight_on_several_streams,
+    the_rates_between_gpus_are_measured,
 )
 
 GROUP_TIMEOUT = 120.0
@@ -121,6 +122,7 @@ def a_rank_that_is_killed_is_named(context) -> None:
 
 CASES = [
     the_transport_is_cuda_ipc,
+    the_rates_between_gpus_are_measured,
     random_layouts,
     several_in_flight_on_several_streams,
     gradients_come_back,

@@ -3,9 +3,16 @@ cases where there is none, which checks the cases."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+from unittest import mock
+
 import meshcast
 import torch
 import torch.distributed as dist
+from meshcast.base import settings
+from meshcast.groups.parent import parent_group
+from meshcast.topology import forget_figures
 from multiproc.devices import GPU, check, given, use_a_gpu
 from multiproc.meshes import resharder_between
 from multiproc.oracle import coordinates, cut, unique_fill
@@ -111,7 +118,31 @@ def a_capture_is_refused(context) -> None:
     assert "captured into a CUDA graph" in found
 
 
+def the_rates_between_gpus_are_measured(context) -> None:
+    """All ranks get an equal topology, and a group that is made afterwards plans with what was kept."""
+    use_a_gpu(context.rank)
+    box = [tempfile.mkdtemp() if context.rank == 0 else None]
+    dist.broadcast_object_list(box, 0)
+    with mock.patch.dict(os.environ, {settings.GPU_FIGURES.name: str(box[0])}):
+        forget_figures()
+        topology = meshcast.measure_topology(seconds=0.002, device=GPU)
+        found: list = [None] * context.world
+        dist.all_gather_object(found, topology.to_json())
+        assert len(set(found)) == 1, found
+        assert sorted(rank for host in topology.hosts for rank in host.ranks) == list(range(context.world))
+        group = parent_group(None, "test").twin("measured").private(range(context.world))
+        group.connect(GROUP_TIMEOUT)
+        kept = GPU == "cuda" and context.world > 1 and settings.gpu_machine() is not None
+        assert (group.figures is not None) is kept
+        if group.figures is not None:
+            assert 1e6 < group.figures.local_rate < 1e14
+            assert 0 <= group.figures.round_ns < 1e8
+        dist.barrier()
+    forget_figures()
+
+
 CASES = [
+    the_rates_between_gpus_are_measured,
     random_layouts,
     several_in_flight_on_several_streams,
     gradients_come_back,

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from meshcast import Layout
 from meshcast.errors import DeadlineExceededError, LayoutError, MeshcastError, PlanMismatchError
+from meshcast.groups import private as private_module
 from meshcast.groups.parent import parent_group
 from meshcast.groups.private import PrivateGroup
 from meshcast.resharding.compiled import tensor_spec
+from meshcast.topology import GpuFigures, MachineFigures
 from meshcast.transfers import gpu as gpu_module
 from meshcast.transfers.gpu import GpuOffer
 from multiproc.meshes import resharder_between, sharded
@@ -203,8 +205,16 @@ class Recorder:
         self.calls.append((lane, len(unique_id), *options))
 
     def connect_ipc(
-        self, lane: int, meeting: Recorder, addresses: list[str], staging: int, limit: float
+        self,
+        lane: int,
+        meeting: Recorder,
+        addresses: list[str],
+        staging: int,
+        link_rate: int,
+        round_ns: int,
+        limit: float,
     ) -> None:
+        self.costs = (link_rate, round_ns)
         assert staging == 64 << 20, "an eighth of 512 MiB, since nothing is said to be free"
         assert 0 < limit <= GROUP_TIMEOUT, "what is left of the call's own limit, in seconds"
         self.calls.append((lane, meeting.address, addresses))
@@ -266,8 +276,8 @@ def ranks_of_two_containers_use_nccl(context) -> None:
         for ordinal in (7008, 7009):
             assert connect(ordinal, Place(), GROUP_TIMEOUT, "containers") is None
         calls = [
-            (0, 128, 16, 64 << 20, 300),
-            (1, 128, 8, 64 << 20, 300),
+            (0, 128, 16, 64 << 20, 300, 0),
+            (1, 128, 8, 64 << 20, 300, 0),
         ]  # for the rank with the slowest link
         assert transports(context, "containers") == [("nccl", calls)] * context.world
     reshard_still_works(context.rank, 11)
@@ -317,6 +327,42 @@ def ranks_that_share_a_gpu_are_connected_over_cuda_ipc(context) -> None:
                 assert (calls[lane][0], calls[lane][2]) == (lane, own)
 
 
+def measured_costs_cut_the_rounds_of_all_lanes(context) -> None:
+    """Those that the ranks agreed on as they met, if they are of the transport that connects them."""
+    own = GpuFigures(7 * 10**11 + context.rank, 0, 0, 8000 + context.rank, ranks=3, measured=0)
+    for ordinal, name, slot, gpus, expected in (
+        (7013, "fits", "cuda_ipc, shared GPUs", 1, (7 * 10**11, 8000)),
+        (7014, "another", "nccl", 8, (0, 0)),  # eight GPUs, of which the ranks share one
+        (7015, "none", "", 1, (0, 0)),
+    ):
+        offered = MachineFigures(tuple(map(str, range(gpus))), "auto", {slot: own}) if slot else None
+        with (
+            gpus_that_say("GPU-a"),
+            built_with_cuda(),
+            mock.patch.object(private_module, "known_figures", return_value=offered),
+            mock.patch.object(gpu_module.log, "warning") as warned,
+        ):
+            assert connect(ordinal, Place(), GROUP_TIMEOUT, name) is None
+        figures = group_of(name).figures
+        assert (slot if figures is None else figures.slot) == slot and (figures is None) is (not slot)
+        gpu = gpu_module.gpu_of(group_of(name))
+        assert gpu is not None and gpu.core.costs == expected, (name, gpu.core.costs)
+        assert warned.called is (name == "another"), warned.mock_calls
+    more = {"nccl": "2.28.9", "link_rate": 300 + context.rank}
+    offered = MachineFigures(("0", "1", "2"), "auto", {"nccl": own})
+    for ordinal, name, known, expected in (
+        (7016, "measured", offered, (7 * 10**11, 8000)),
+        (7017, "nvml", None, (300, 0)),
+    ):
+        with (
+            gpus_that_say(f"GPU-{context.rank}", blocks=36, **more),
+            built_with_cuda(),
+            mock.patch.object(private_module, "known_figures", return_value=known),
+        ):
+            assert connect(ordinal, Place(), GROUP_TIMEOUT, name) is None
+        assert [each[-2:] for each in transports(context, name)[0][1]] == [expected] * 2
+
+
 def a_rank_that_cannot_connect_ends_the_group(context) -> None:
     """For the others, which may have connected: they would wait for it in their first transfer."""
 
@@ -343,6 +389,7 @@ CASES = [
     an_id_that_nccl_does_not_give_is_missed_by_all,
     a_rank_that_stays_away_is_named,
     ranks_that_share_a_gpu_are_connected_over_cuda_ipc,
+    measured_costs_cut_the_rounds_of_all_lanes,
     a_rank_that_cannot_connect_ends_the_group,
     ranks_of_two_containers_use_nccl,
     ranks_of_two_containers_are_refused_by_all,

@@ -5,7 +5,7 @@ what it is given as that does, and writes it down."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -30,22 +30,70 @@ class Start:
 
 
 @dataclass
+class FakeRates:
+    """A GPU whose transfers take no time but on its own clock. A transfer takes as long as its slowest
+    direction, and `round_s` for each of its rounds.
+
+    seconds: for so many bytes to, or from, a rank.
+    """
+
+    seconds: Callable[[int, bool, int], float]
+    round_s: float
+    now: float = 0.0
+
+    def passed(self, traffic: Sequence[tuple[int, bool, int, int]], hop_by_hop: bool) -> None:
+        sides = {sent: 0.0 for _, sent, _, _ in traffic}
+        for peer, sent, _, nbytes in traffic:
+            sides[sent] += self.seconds(peer, sent, nbytes)
+        rounds = max((messages for _, _, messages, _ in traffic), default=0) if hop_by_hop else 1
+        self.now += max(sides.values(), default=0.0) + self.round_s * rounds
+
+    def event(self, *, enable_timing: bool) -> _ClockEvent:
+        assert enable_timing
+        return _ClockEvent(self)
+
+
+class _ClockEvent:
+    def __init__(self, clock: FakeRates) -> None:
+        self._clock, self.at = clock, -1.0
+
+    def record(self) -> None:
+        self.at = self._clock.now
+
+    def synchronize(self) -> None:
+        assert self.at >= 0
+
+    def elapsed_time(self, end: _ClockEvent) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+@dataclass
 class FakeRounds:
-    """All starts of this process, over all groups."""
+    """All starts of this process, over all groups. rates: by which the clock of the GPU goes on. transport:
+    that is said to connect them."""
 
     starts: list[Start] = field(default_factory=list)
+    rates: FakeRates | None = None
+    transport: str = "fake"
 
     def last(self, *, reverse: bool = False) -> Start:
         return [start for start in self.starts if start.reverse is reverse][-1]
 
 
 class _Work:
-    def __init__(self, inner: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        over: Callable[[], None],
+    ) -> None:
         self.inner = inner
         self._pairs = list(pairs)
+        self._over = over
 
     def wait(self) -> None:
         self.inner.wait()
+        self._over()
         with _disable_current_modes(), torch.inference_mode():
             while self._pairs:
                 to, from_ = self._pairs.pop()
@@ -71,6 +119,7 @@ class _Core:
         after: int,
         src: Sequence[torch.Tensor | None],
         dst: Sequence[torch.Tensor | None],
+        hop_by_hop: bool,
         **others: Any,
     ) -> _Work:
         assert after == _Mark.EVENT
@@ -92,7 +141,13 @@ class _Core:
                         arrived = destinations[index] = torch.empty(y.shape, dtype=wire)
                         pairs.append((y, arrived))
             work = self._control.start(agreed, src=sources, dst=destinations, **others)
-        return _Work(work, pairs)
+        return _Work(work, pairs, self._clocked(work, hop_by_hop))
+
+    def _clocked(self, work: Any, hop_by_hop: bool) -> Callable[[], None]:
+        """What the clock of the fake GPU does once the work is over."""
+        if self._fake.rates is None:
+            return lambda: None
+        return lambda: self._fake.rates.passed(self._control.traffic(work), hop_by_hop)
 
     def stats(self, work: _Work) -> dict[str, float]:
         return self._control.stats(work.inner)
@@ -133,7 +188,7 @@ def fake_rounds() -> Iterator[FakeRounds]:
     def connect(group, control, lanes, place, call, deadline) -> None:  # noqa: ARG001
         gpu = gpu_of(group)
         if gpu is None:
-            gpu = CudaLanes(_Core(control, fake), None, "fake", 0, 0)  # type: ignore[arg-type]
+            gpu = CudaLanes(_Core(control, fake), None, fake.transport, 0, 0)  # type: ignore[arg-type]
             attach_gpu(group, gpu)
         gpu.lanes.update(lanes)
         gpu.core._fake = fake

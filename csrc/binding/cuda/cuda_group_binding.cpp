@@ -18,6 +18,15 @@ namespace {
 
 using Types = std::tuple<at::ScalarType, at::ScalarType, at::ScalarType>;
 
+// staging: of a lane. link_rate, round_ns: as measured, 0 where they are not known.
+RoundOptions round_options(int64_t staging, int64_t link_rate, int64_t round_ns) {
+  RoundOptions out;
+  out.staging_bytes = staging;
+  out.link_rate = link_rate;
+  out.measured_ns = round_ns;
+  return out;
+}
+
 }  // namespace
 
 void bind_cuda_group(py::module_& m) {
@@ -66,35 +75,37 @@ void bind_cuda_group(py::module_& m) {
       .def(
           "connect",
           [](GpuGroupCore& self, int32_t lane, const std::string& unique_id, int blocks, int64_t staging,
-             int64_t link_rate, double timeout) {
-            RoundOptions options;
-            options.staging_bytes = std::min(options.staging_bytes, staging);
-            options.link_rate = link_rate;
-            self.connect(lane, unique_id, blocks, options, checked_timeout(timeout));
+             int64_t link_rate, int64_t round_ns, double timeout) {
+            const int64_t most = RoundOptions().staging_bytes;
+            self.connect(lane, unique_id, blocks, round_options(std::min(most, staging), link_rate, round_ns),
+                         checked_timeout(timeout));
           },
           py::arg("lane"), py::arg("unique_id"), py::arg("blocks"), py::arg("staging"), py::arg("link_rate"),
-          py::arg("timeout"), NoGil())
+          py::arg("round_ns"), py::arg("timeout"), NoGil())
       .def(
           "connect_ipc",
           [](GpuGroupCore& self, int32_t lane, const std::shared_ptr<IpcMeeting>& meeting,
-             const std::vector<std::string>& addresses, int64_t staging, double timeout) {
-            self.connect_ipc(lane, *meeting, addresses, staging, checked_timeout(timeout));
+             const std::vector<std::string>& addresses, int64_t staging, int64_t link_rate, int64_t round_ns,
+             double timeout) {
+            self.connect_ipc(lane, *meeting, addresses, round_options(staging, link_rate, round_ns),
+                             checked_timeout(timeout));
           },
-          py::arg("lane"), py::arg("meeting"), py::arg("addresses"), py::arg("staging"), py::arg("timeout"),
-          NoGil())
+          py::arg("lane"), py::arg("meeting"), py::arg("addresses"), py::arg("staging"), py::arg("link_rate"),
+          py::arg("round_ns"), py::arg("timeout"), NoGil())
       .def(
           "start",
           [](GpuGroupCore& self, const AgreedPlan& agreed, int64_t ordinal, bool reverse, OptionalTensors src,
-             OptionalTensors dst, double timeout, const std::vector<Types>& types, uintptr_t after) {
+             OptionalTensors dst, double timeout, const std::vector<Types>& types, uintptr_t after,
+             bool hop_by_hop) {
             std::vector<TensorTypes> by_tensor;
             for (const auto& [source, wire, destination] : types)
               by_tensor.push_back({source, wire, destination});
             return self.start(agreed,
                               {ordinal, reverse, std::move(src), std::move(dst), checked_timeout(timeout)},
-                              by_tensor, after);
+                              by_tensor, after, hop_by_hop);
           },
           py::arg("agreed"), py::arg("ordinal"), py::arg("reverse"), py::arg("src"), py::arg("dst"),
-          py::arg("timeout"), py::arg("types"), py::arg("after"), NoGil());
+          py::arg("timeout"), py::arg("types"), py::arg("after"), py::arg("hop_by_hop"), NoGil());
 }
 
 }  // namespace meshcast

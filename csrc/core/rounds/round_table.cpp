@@ -136,7 +136,8 @@ class Rounds {
       }
     }
     if (deepest == 1) return longest;
-    auto overhead = static_cast<double>(options.group_ns + network_.latency_ns());
+    const int64_t guessed = options.group_ns + network_.latency_ns();
+    auto overhead = static_cast<double>(options.measured_ns > 0 ? options.measured_ns : guessed);
     const bool inside = busiest >= 2 * network_.nic_count();  // a host
     if (inside && options.link_rate > network_.port_rate(busiest))
       overhead *= static_cast<double>(options.link_rate) / static_cast<double>(network_.port_rate(busiest));

@@ -12,6 +12,8 @@ struct RoundOptions {
   // The cost of a round apart from its bytes: the launch of a group, and the wait of its ranks for one another.
   // Guessed, not measured. The latency of the topology comes on top.
   int64_t group_ns = 20'000;
+  // The same as measured between these ranks, with the latency of a hop in it: replaces both. 0: not measured.
+  int64_t measured_ns = 0;
   // Bytes/s that links inside a host really have, as far as known. A plan may count with less, such as the
   // default of 10 GB/s: then its rounds take less time than it says, and group_ns is more of that time.
   int64_t link_rate = 0;

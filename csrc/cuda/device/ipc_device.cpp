@@ -220,13 +220,11 @@ GroupOutcome IpcDevice::async_error() { return groups_->progress(); }
 
 void IpcDevice::abort() noexcept { groups_->abort(); }
 
-RoundOptions ipc_round_options(int64_t staging_bytes) {
-  RoundOptions out;
-  out.link_rate = 1'000'000'000'000;  // of copies inside a GPU
-  // A sixth of it in one round and direction, also of messages that need no staging: of 256 MiB, 43, which a
-  // GPU copies in about the time of a meeting.
-  out.staging_bytes = staging_bytes;
-  return out;
+RoundOptions ipc_round_options(RoundOptions known) {
+  if (known.link_rate == 0) known.link_rate = 1'000'000'000'000;  // of copies inside a GPU
+  // staging_bytes: a sixth of it in one round and direction, also of messages that need no staging: of 256 MiB,
+  // 43, which a GPU copies in about the time of a meeting.
+  return known;
 }
 
 std::string cuda_ipc_obstacle(int device) {

@@ -72,9 +72,10 @@ class IpcDevice final : public CudaDevice {
   std::unique_ptr<IpcExchange> groups_;  // null where the device is only that of a proof
 };
 
-// How plans are cut into rounds for it: fewer and larger ones than for NCCL, since the hosts of all ranks of a
-// round have to meet. Guessed, not measured. staging_bytes: of a lane.
-RoundOptions ipc_round_options(int64_t staging_bytes);
+// How plans are cut into rounds for it. `known`: as for NCCL. Where it has no rate of links, that of copies
+// inside a GPU is guessed: fewer and larger rounds than for NCCL, since the hosts of all ranks of a round have
+// to meet.
+RoundOptions ipc_round_options(RoundOptions known);
 
 // The staging of this process on GPU `device` over CUDA IPC.
 StagingPool& ipc_staging(int device);

@@ -105,14 +105,14 @@ void GpuGroupCore::connect(int32_t lane, const std::string& unique_id, int block
 }
 
 void GpuGroupCore::connect_ipc(int32_t lane, IpcMeeting& meeting, const std::vector<std::string>& addresses,
-                               int64_t staging_bytes, double timeout_seconds) {
+                               const RoundOptions& options, double timeout_seconds) {
   if (addresses.size() != identity_.ranks.size())
     throw LayoutError(
         fmt::format("{} ranks need as many addresses, found {}", identity_.ranks.size(), addresses.size()));
   const auto connect = [&](int32_t rank, TimePoint deadline, const auto& checkpoint) {
     return IpcDevice::connect(meeting, addresses, rank, device_, deadline, checkpoint);
   };
-  add_lane(lane, timeout_seconds, ipc_round_options(staging_bytes), connect);
+  add_lane(lane, timeout_seconds, ipc_round_options(options), connect);
 }
 
 void GpuGroupCore::add_lane(int32_t lane, double timeout_seconds, const RoundOptions& options,
@@ -170,7 +170,7 @@ Error GpuGroupCore::connect_error(ErrorKind kind, const std::string& text, doubl
 
 c10::intrusive_ptr<c10d::Work> GpuGroupCore::start(const AgreedPlan& agreed, StartArgs args,
                                                    const std::vector<TensorTypes>& types,
-                                                   RoundDevice::Event after) {
+                                                   RoundDevice::Event after, bool hop_by_hop) {
   bin_->empty();
   control_->refuse_if_failed();
   refuse_if_failed();
@@ -207,7 +207,8 @@ c10::intrusive_ptr<c10d::Work> GpuGroupCore::start(const AgreedPlan& agreed, Sta
     forms.wire.push_back(wire);
   }
   RunLabel label = agreed.label(args.reverse, args.ordinal);
-  const Lane lane = lane_of(label.lane);
+  Lane lane = lane_of(label.lane);
+  if (hop_by_hop) lane.options.round_ns = 1;
   // The gate is a stream that stands for the caller's: `after` puts it behind the caller's work, and wait()
   // joins the caller's stream to it.
   const auto gate = CudaDevice::take_gate(lane.device);

@@ -50,15 +50,17 @@ class GpuGroupCore final : public GroupBase {
 
   // The same over CUDA IPC, for ranks that are all on this host. `addresses`: of all ranks' meetings.
   void connect_ipc(int32_t lane, IpcMeeting& meeting, const std::vector<std::string>& addresses,
-                   int64_t staging_bytes, double timeout_seconds);
+                   const RoundOptions& options, double timeout_seconds);
 
   // Enqueues the transfer behind `after`, an event of this GPU, and returns. Waits for other ranks only while
   // NCCL connects them, at the first calls; over CUDA IPC a thread enqueues it later, and the wait() of its
   // Work waits for other ranks, not this call. `types`: by problem, the same on all ranks; empty where nothing
-  // is cast. Throws LayoutError where a tensor does not fit the plan, before anything is enqueued, and
-  // AbortedError with the first cause where the group has failed.
+  // is cast. `hop_by_hop`: no two messages of a rank in one direction share a round, which shows what a round
+  // costs; the same in all starts of a plan. Throws LayoutError where a tensor does not fit the plan, before
+  // anything is enqueued, and AbortedError with the first cause where the group has failed.
   c10::intrusive_ptr<c10d::Work> start(const AgreedPlan& agreed, StartArgs args,
-                                       const std::vector<TensorTypes>& types, RoundDevice::Event after);
+                                       const std::vector<TensorTypes>& types, RoundDevice::Event after,
+                                       bool hop_by_hop);
 
   void shutdown();  // any state, idempotent
 

@@ -7,6 +7,7 @@ This file is also loaded where the rest of meshcast cannot be: it imports nothin
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import socket
@@ -21,7 +22,7 @@ _PREFIX = "MESHCAST_"
 _SYSFS = Path("/sys/class/net")
 _SIOCGIFFLAGS, _SIOCGIFADDR, IFF_UP, IFF_LOOPBACK = 0x8913, 0x8915, 1, 8  # of linux/sockios.h and linux/if.h
 _AT_IMPORT = "`import meshcast`"
-NOWHERE = "none"  # value of MESHCAST_FLIGHT_RECORD
+NOWHERE = "none"  # value of MESHCAST_FLIGHT_RECORD and MESHCAST_GPU_FIGURES
 # Variables of builds and of the project's own tests.
 _OTHERS = ("MESHCAST_CUDA", "MESHCAST_FAULT", "MESHCAST_FAULT_SECONDS")
 _OTHER_PREFIX = "MESHCAST_TEST_"
@@ -127,6 +128,14 @@ FLIGHT_RECORD = Setting(
     "Each rank writes its last 2,000 calls to PATH.rankN when a call fails, when the program ends, and when "
     "`python -m meshcast dump` or SIGUSR1 asks for them; none: on request alone (observing.md).",
 )
+GPU_FIGURES = Setting(
+    "MESHCAST_GPU_FIGURES",
+    "",
+    "a folder, or none",
+    "a group is made",
+    'Where `measure_topology(device="cuda")` keeps what it found, and groups look for it; none: nowhere. By '
+    "default that is the folder meshcast in `XDG_CACHE_HOME`, or in ~/.cache (cuda.md).",
+)
 HOST_ID = Setting(
     "MESHCAST_HOST_ID",
     "",
@@ -204,8 +213,8 @@ WAIT_NOTICE = Setting(
 )
 
 ALL = (
-    BROADCAST_BYTES, CUDA_STAGING_MB, CUDA_TRANSPORT, FLIGHT_RECORD, HOST_ID, HUGE_PAGES, IFNAMES, LOG, SHM,
-    SHM_MB, TRANSPORT, UCX, WAIT_NOTICE,
+    BROADCAST_BYTES, CUDA_STAGING_MB, CUDA_TRANSPORT, FLIGHT_RECORD, GPU_FIGURES, HOST_ID, HUGE_PAGES,
+    IFNAMES, LOG, SHM, SHM_MB, TRANSPORT, UCX, WAIT_NOTICE,
 )  # fmt: skip
 
 
@@ -316,6 +325,127 @@ def network_links(sysfs: Path = _SYSFS) -> dict[str, float | None]:
     named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name in found]
     devices = [name for name in found if (sysfs / name / "device").exists()]
     return {name: found[name] for name in named or devices or found}
+
+
+def figures_folder() -> Path | None:
+    """Folder of the measured figures of GPUs; None where MESHCAST_GPU_FIGURES forbids one, or where there is
+    no home folder."""
+    named = GPU_FIGURES.text()
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    if not cache.startswith("/"):  # the standard of XDG has relative paths ignored
+        cache = "~/.cache"
+    found = os.path.expanduser(named or f"{cache}/meshcast")
+    return None if named == NOWHERE or found.startswith("~") else Path(found)
+
+
+@dataclass(frozen=True)
+class GpuMachine:
+    """GPUs of this machine, whichever of them a process sees.
+
+    gpus: uuid and name of each. links: pairs of uuids that reach each other by NVLink. fabrics: by uuid, the
+    part of an NVLink network of several machines that a GPU belongs to.
+    """
+
+    driver: str
+    gpus: tuple[tuple[str, str], ...]
+    links: frozenset[tuple[str, str]]
+    fabrics: dict[str, str]
+
+    def linked(self, uuid: str) -> tuple[str, ...]:
+        """The GPUs of this machine that a GPU reaches by NVLink."""
+        return tuple(sorted(other for one, other in self.links if one == uuid))
+
+
+def visible_gpus(machine: GpuMachine) -> tuple[str, ...]:
+    """The GPUs of a machine that this process sees, by what CUDA_VISIBLE_DEVICES calls them, or number."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return tuple(str(number) for number in range(len(machine.gpus)))
+    found: list[str] = []
+    for name in map(str.strip, named.split(",")):
+        if name in ("", "-1"):  # CUDA reads no further
+            break
+        found.append(name)
+    return tuple(found)
+
+
+_NVML_TEXT = 96
+_P2P_NVLINK, _P2P_OK = 2, 0  # of nvml.h
+_FABRIC_COMPLETED = 3
+
+
+class _FabricInfo(ctypes.Structure):
+    """nvmlGpuFabricInfo_t of nvml.h."""
+
+    _fields_ = (
+        ("cluster", ctypes.c_ubyte * 16),
+        ("status", ctypes.c_int),
+        ("clique", ctypes.c_uint),
+        ("state", ctypes.c_ubyte),
+    )
+
+
+def gpu_machine() -> GpuMachine | None:
+    """The GPUs of this machine by NVML; None where that is missing or finds none. Makes no CUDA context."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() != 0:
+            return None
+        try:
+            return _gpu_machine(nvml)
+        finally:
+            nvml.nvmlShutdown()
+    except (OSError, AttributeError):  # no library, or one that lacks a function
+        return None
+
+
+def _gpu_machine(nvml: ctypes.CDLL) -> GpuMachine | None:
+    count, driver = ctypes.c_uint(), ctypes.create_string_buffer(_NVML_TEXT)
+    failed = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) or not count.value
+    if failed or nvml.nvmlSystemGetDriverVersion(driver, _NVML_TEXT):
+        return None
+    gpus, handles = [], []
+    for index in range(count.value):
+        handle = ctypes.c_void_p()
+        uuid, name = (ctypes.create_string_buffer(_NVML_TEXT) for _ in range(2))
+        if (
+            nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
+            or nvml.nvmlDeviceGetUUID(handle, uuid, _NVML_TEXT)
+            or nvml.nvmlDeviceGetName(handle, name, _NVML_TEXT)
+        ):
+            return None
+        gpus.append((uuid.value.decode(), name.value.decode()))
+        handles.append(handle)
+    links, fabrics = set(), {}
+    for (one, _), handle in zip(gpus, handles, strict=True):
+        for (other, _), peer in zip(gpus, handles, strict=True):
+            state = ctypes.c_uint(1)
+            asked = nvml.nvmlDeviceGetP2PStatus(handle, peer, _P2P_NVLINK, ctypes.byref(state))
+            if one != other and asked == 0 and state.value == _P2P_OK:
+                links.add((one, other))
+        if fabric := _fabric_of(nvml, handle):
+            fabrics[one] = fabric
+    return GpuMachine(driver.value.decode(), tuple(gpus), frozenset(links), fabrics)
+
+
+def _fabric_of(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> str:
+    """Cluster and clique of a GPU; empty where it is in no NVLink network of several machines. A machine that
+    is a network of its own has a cluster of zeros."""
+    info = _FabricInfo()
+    try:
+        asked = nvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
+    except AttributeError:  # drivers before 535
+        return ""
+    cluster = bytes(info.cluster)
+    if asked or info.state != _FABRIC_COMPLETED or info.status or not any(cluster):
+        return ""
+    return f"{cluster.hex()}/{info.clique}"
+
+
+def version() -> str:
+    """The version of meshcast, also where it cannot be imported."""
+    text = (Path(__file__).parent.parent / "_version.py").read_text(encoding="utf-8")
+    return text.partition("__version__ = ")[2].split("\n")[0].strip("\"'")
 
 
 def _read(path: Path) -> str:

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -388,11 +389,35 @@ def _devices(problems: list[str]) -> dict[str, str]:
         properties = torch.cuda.get_device_properties(index)
         capability = f"sm_{properties.major}{properties.minor}"
         facts[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {capability}"
+    facts |= _figures(count, problems)
     if not _has_gpu_code():
         problems.append("transfers of tensors on a GPU: this build of meshcast has no CUDA code")
     elif count == 0:
         problems.append("transfers of tensors on a GPU: torch sees no CUDA device")
     return facts
+
+
+def _figures(count: int, problems: list[str]) -> dict[str, str]:
+    """Measured figures of this machine's GPUs, by which calls between them are planned. count: that torch
+    sees."""
+    settings = _base("settings")
+    machine, folder = settings.gpu_machine(), settings.figures_folder()
+    if machine is None:
+        return {"measured figures": "none are kept: NVML is missing"} if count else {}
+    if folder is None:
+        return {"measured figures": f"none are kept: {settings.GPU_FIGURES.name} is {settings.NOWHERE}"}
+    if any(problem.startswith("import meshcast") for problem in problems):
+        return {"measured figures": "unknown, since meshcast cannot be imported"}
+    from meshcast.topology import figures_file, stored_figures
+
+    slots, ignored = stored_figures(machine)
+    if ignored:
+        problems.append(f"plans that fit the rates of these GPUs: {ignored}")
+    if not slots:
+        how = 'meshcast.measure_topology(device="cuda") measures them'
+        return {"measured figures": f"{'ignored' if ignored else 'none'}: rates are guessed; {how}"}
+    found = {f"over {slot}": figures.text(time.time()) for slot, figures in slots.items()}
+    return {"measured figures": str(figures_file(machine)), **found}
 
 
 def _host(problems: list[str]) -> dict[str, str]:

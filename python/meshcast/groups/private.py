@@ -26,7 +26,7 @@ from ..base.observe import log, note_hosts
 from ..base.settings import host_identity
 from ..base.wire import pack, unpack
 from ..errors import Caller, MeshcastError
-from ..topology import Topology
+from ..topology import AgreedFigures, MachineFigures, Topology, agreed_figures, known_figures
 from .network import Network, agreed_count, first_rails, interfaces
 from .store import Shortage, as_shortage, few_descriptors
 
@@ -61,6 +61,7 @@ class Connector:
 
     Attributes:
         topology: of the ranks; None before they have met.
+        figures: measured between their GPUs; None before that, and where some have none.
         interfaces: of each host.
         conversation: of this generation of the group; None before its ranks have met.
         control: the store of its core, in the same way.
@@ -76,6 +77,7 @@ class Connector:
     ) -> None:
         self.ranks, self.rank, self.name, self.timeout = tuple(ranks), rank, name, timeout
         self.topology: Topology | None = None
+        self.figures: AgreedFigures | None = None
         self.interfaces = 1
         self.conversation: _C.Conversation | None = None
         self.control: Any = None
@@ -105,6 +107,7 @@ class _Offer(NamedTuple):
     interfaces: str  # of interfaces()
     network: str  # of Network
     name: str  # of the host, for people
+    figures: MachineFigures | None  # of its GPUs
 
 
 class Contact:
@@ -146,7 +149,8 @@ class _Joining:
 
     def offer(self) -> str:
         network = self._network.offer()
-        return pack(_Offer(host_identity(), self._memory.offer, self._told, network, gethostname()))
+        figures = known_figures() if hasattr(_C, "GpuGroupCore") else None
+        return pack(_Offer(host_identity(), self._memory.offer, self._told, network, gethostname(), figures))
 
     def watch(self, offer: str) -> Callable[[], str] | None:
         return self._network.watch(unpack(_Offer, offer).network)
@@ -176,6 +180,9 @@ class _Joining:
         of.control = dist.PrefixStore("control", self._store)
         core = _C.GroupCore(transport, of.control, list(ranks), rank, of.name, self._memory)
         of.topology, of.interfaces = topology, count
+        of.figures = agreed_figures(hosts, {other: member.figures for other, member in members.items()})
+        if of.figures is not None:
+            log.info("rank %d: ranks %s plan calls between GPUs with measured figures", rank, of.name)
         of.conversation = _C.Conversation(dist.PrefixStore("board", self._store), rank, len(ranks))
         return core
 
@@ -239,6 +246,17 @@ class PrivateGroup(_C.Group):
     def topology(self) -> Topology | None:
         """Topology of these ranks, known once they have met."""
         return self._connector.topology
+
+    @property
+    def figures(self) -> AgreedFigures | None:
+        """Measured figures of the ranks' GPUs, known once they have met; None where some have none."""
+        return self._connector.figures
+
+    @property
+    def gpu_topology(self) -> Topology | None:
+        """Topology of these ranks for calls between their GPUs."""
+        figures = self.figures
+        return self.topology if figures is None else figures.topology
 
     @property
     def interfaces(self) -> int:

@@ -23,6 +23,7 @@ from ..base.settings import host_identity
 from ..base.wire import pack, unpack
 from ..errors import AbortedError, Caller, LayoutError, MeshcastError
 from ..groups.private import PrivateGroup
+from ..topology import figures_slot
 from .medium import Medium, Shards, Started, Statistics, Types, types_text
 
 __all__ = [
@@ -324,12 +325,21 @@ _KEY = "gpu"  # among what is attached to a group
 class CudaLanes:
     """The communicators of a group by lane, all on GPU `device` of this process. Only commands touch them."""
 
-    def __init__(self, core: Any, device: int, transport: str, staging_bytes: int, link_rate: int) -> None:
+    def __init__(
+        self,
+        core: Any,
+        device: int,
+        transport: str,
+        staging_bytes: int,
+        link_rate: int,
+        round_ns: int = 0,
+    ) -> None:
         self.core = core
         self.device = device
         self.transport = transport  # "nccl" or "cuda_ipc": all lanes have one
         self.staging_bytes = staging_bytes  # goal for each lane
         self.link_rate = link_rate  # bytes/s between GPUs of a host, 0: unknown
+        self.round_ns = round_ns  # of a round apart from its bytes, 0: not measured
         self.lanes: set[int] = set()
 
     def abort(self, reason: str) -> None:
@@ -433,15 +443,14 @@ def connect_lanes(
         goal, limits = staging_of(offers)
         if offers[group.rank].staging or not _C.cuda_staging(place.device)["limit"]:
             _C.limit_cuda_staging(place.device, limits[group.rank])
-        slowest = min(offer.link_rate for offer in offers.values())
-        gpu = CudaLanes(core, place.device, transport, goal, slowest)
+        gpu = CudaLanes(core, place.device, transport, goal, *_costs(group, offers, transport))
         attach_gpu(group, gpu)
     try:
         if gpu.transport == NCCL:
             blocks = blocks_of(offers, len(missing))
             for lane, unique, most in zip(missing, gathered[group.ranks[0]].ids, blocks, strict=True):
                 left = max(deadline - time.monotonic(), 1e-3)
-                gpu.core.connect(lane, unique, most, gpu.staging_bytes, gpu.link_rate, left)
+                gpu.core.connect(lane, unique, most, gpu.staging_bytes, gpu.link_rate, gpu.round_ns, left)
                 gpu.lanes.add(lane)
         else:
             _connect_ipc(group, control, gpu, missing, f"{topic}/{CUDA_IPC}", deadline)
@@ -455,6 +464,25 @@ def connect_lanes(
         gpu.transport,
         missing,
     )
+
+
+def _costs(group: PrivateGroup, offers: Mapping[int, GpuOffer], transport: str) -> tuple[int, int]:
+    """The rate of links inside a host and the cost of a round, by which all ranks cut plans into rounds: as
+    measured, or else the rate that NVML reports, and 0 for what C++ guesses."""
+    slot = figures_slot(transport, _sharing(offers) is not None)
+    figures = group.figures
+    if figures is not None and figures.slot == slot:
+        return figures.local_rate, figures.round_ns
+    if figures is not None:
+        log.warning(
+            "rank %d: calls between the GPUs of ranks %s are planned with figures for %s, but go over %s: "
+            'call meshcast.measure_topology(device="cuda") on them, or give a topology',
+            group.rank,
+            group.name,
+            figures.slot,
+            slot,
+        )
+    return (min(offer.link_rate for offer in offers.values()) if transport == NCCL else 0), 0
 
 
 def _tried(
@@ -515,7 +543,7 @@ def _connect_ipc(
     for number, (lane, meeting) in enumerate(zip(lanes, meetings, strict=True)):
         of_lane = [gathered[rank].of_lanes[number] for rank in group.ranks]
         left = max(deadline - time.monotonic(), 1e-3)
-        gpu.core.connect_ipc(lane, meeting, of_lane, gpu.staging_bytes, left)
+        gpu.core.connect_ipc(lane, meeting, of_lane, gpu.staging_bytes, gpu.link_rate, gpu.round_ns, left)
         gpu.lanes.add(lane)
 
 
@@ -543,7 +571,8 @@ def _gather(group: PrivateGroup, control: _C.GroupCore, topic: str, mine: T, dea
 
 class GpuMedium(Medium):
     """Tensors on GPUs, one GPU per rank. lanes: that need communicators, the transfer's own first. types: of
-    the tensors on the way there and back, see casts.types_of."""
+    the tensors on the way there and back, see casts.types_of. hop_by_hop: each message has a round of its
+    own, as measure_topology wants it."""
 
     by_host = False
 
@@ -552,8 +581,11 @@ class GpuMedium(Medium):
         group: PrivateGroup,
         lanes: tuple[int, ...],
         types: tuple[tuple[Types, ...], tuple[Types, ...]],
+        *,
+        hop_by_hop: bool = False,
     ) -> None:
         self._group, self._lanes, self._types = group, lanes, types
+        self._hop_by_hop = hop_by_hop
 
     def check(self, shards: Shards) -> None:
         gpu = gpu_of(self._group)
@@ -593,7 +625,9 @@ class GpuMedium(Medium):
         gpu.check_device(mark.device)
         gpu_core = gpu.core  # also after the group was closed
         types = self._types[arguments["reverse"]]
-        work = gpu_core.start(agreed, types=types, after=mark.event.cuda_event, **arguments)
+        work = gpu_core.start(
+            agreed, types=types, after=mark.event.cuda_event, hop_by_hop=self._hop_by_hop, **arguments
+        )
         return work, Statistics(work, gpu_core)
 
     def text(self) -> str:

@@ -69,8 +69,9 @@ class PersistentTransfer:
 
     problems: what moves; backward: those of the gradients. device_types: see medium.device_types_of; casts:
     what it casts itself, between GPUs alone. lane: ordering domain, see start(). kind: transfers of one kind
-    share an agreement; None: this one has its own, made in its first call or by agree_ahead(). All ranks of
-    both meshes make the same calls in one order.
+    share an agreement; None: this one has its own, made in its first call or by agree_ahead(). hop_by_hop:
+    between GPUs, each message has a round of its own. All ranks of both meshes make the same calls in one
+    order.
 
     Raises LayoutError if a layout does not fit its shape, a rank is outside the parent group, or this rank is
     in no mesh.
@@ -88,6 +89,7 @@ class PersistentTransfer:
         casts: Casts | None = None,
         lane: int = 0,
         kind: Hashable = None,
+        hop_by_hop: bool = False,
     ) -> None:
         if not problems:
             raise LayoutError(f"{op}: nothing to transfer; give at least one tensor")
@@ -110,7 +112,7 @@ class PersistentTransfer:
             raise LayoutError(f"{op}: rank {parent.rank} is in neither mesh", rank=parent.rank, op=op)
         self._parent = parent
         self._group = parent.private(ranks_of(problems))
-        self._medium = medium = self._new_medium(casts)
+        self._medium = medium = self._new_medium(casts, hop_by_hop)
         self._plan: Plan | None = None
         self._what = self._moves_text()
         # Through C++ a cycle would never be freed.
@@ -128,7 +130,7 @@ class PersistentTransfer:
             list(zip(self._destination, self._destination_dtypes, strict=True)),
         )
 
-    def _new_medium(self, casts: Casts | None) -> Medium | None:
+    def _new_medium(self, casts: Casts | None, hop_by_hop: bool) -> Medium | None:
         """Returns what moves the tensors that are not all on CPUs; loaded as few calls need it."""
         if self._device_types == ("cpu", "cpu"):
             return None
@@ -140,7 +142,8 @@ class PersistentTransfer:
 
         # For both directions: in a backward, ranks may come by too late to make one.
         lanes = (self._lane,) if self._backward is None else (self._lane, REVERSE_LANE)
-        return GpuMedium(self._group, lanes, _types(self.problems, self._backward, casts))
+        types = _types(self.problems, self._backward, casts)
+        return GpuMedium(self._group, lanes, types, hop_by_hop=hop_by_hop)
 
     @property
     def plan(self) -> Plan:
@@ -279,8 +282,8 @@ class PersistentTransfer:
         """Returns op, descriptor, plan and that of the backward, on which the ranks agree, and what the
         flight record shows of both plans."""
         options, group = self._options, self._group
-        topology = options.topology or group.topology
         by_host = self._medium is None or self._medium.by_host
+        topology = options.topology or (group.topology if by_host else group.gpu_topology)
         if topology is not None and by_host and group.interfaces > 1:
             topology = topology.striped()
         plan = plan_many(self.problems, topology=topology, strategy=options.strategy, balance=options.balance)

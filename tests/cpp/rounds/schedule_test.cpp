@@ -129,6 +129,32 @@ TEST_CASE("rounds inside a host are as long as its real links want them", "[roun
   CHECK(make_rounds(plan, options).round_ns == planned);
 }
 
+TEST_CASE("a measured cost of rounds replaces the guess and the latency", "[rounds]") {
+  const Plan plan = chain_plan(6, 64 * 200, 512);
+  RoundOptions measured;
+  measured.measured_ns = 9 * (measured.group_ns + 1000);  // the latency of the chain's topology
+  // Rounds are as long as the square root of what one costs.
+  const int64_t guessed = make_rounds(plan).round_ns;
+  CHECK(std::abs(make_rounds(plan, measured).round_ns - 3 * guessed) <= 2);
+  measured.group_ns = 0;
+  CHECK(std::abs(make_rounds(plan, measured).round_ns - 3 * guessed) <= 2);
+  measured.measured_ns = 0;
+  CHECK(make_rounds(plan, measured).round_ns < guessed);
+}
+
+TEST_CASE("a round holds one message of a pair where each has its own", "[rounds]") {
+  PlanOptions direct;
+  direct.strategy = Strategy::SendRecv;
+  std::vector<Problem> problems;
+  for (int64_t number = 0; number < 12; ++number)  // too large to be joined
+    problems.push_back({{(64 << 10) + number}, 1, layout({1}, 0, {kReplicate}), layout({1}, 1, {kReplicate})});
+  const Plan plan = make_plan(problems, uniform_topology(1, 1, 1000000000, 1, 1000000000, 1000), direct);
+  CHECK(make_rounds(plan).count == 1);
+  RoundOptions apart;
+  apart.round_ns = 1;
+  CHECK(make_rounds(plan, apart).count == 12);
+}
+
 TEST_CASE("staging is bounded however long the tensor", "[rounds]") {
   // Columns to rows: every box is strided on one side.
   const auto plan_of = [](int64_t rows) {

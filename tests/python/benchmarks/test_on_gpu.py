@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: they would measure it")
-@pytest.mark.parametrize("name", ["cuda_beside", "cuda_ipc", "cuda_kernels"])
+@pytest.mark.parametrize("name", ["cuda_beside", "cuda_ipc", "cuda_kernels", "cuda_topology"])
 def test_nothing_is_measured_without_a_gpu(name: str, tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks", name, "--out", str(out)]
