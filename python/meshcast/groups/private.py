@@ -107,7 +107,7 @@ class _Offer(NamedTuple):
     interfaces: str  # of interfaces()
     network: str  # of Network
     name: str  # of the host, for people
-    figures: MachineFigures | None  # of its GPUs
+    figures: MachineFigures | None = None  # of its GPUs
 
 
 class Contact:
