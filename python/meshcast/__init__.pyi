@@ -39,6 +39,9 @@ from .resharding.state_dict import StateResharder as StateResharder
 from .resharding.state_dict import reshard_state_dict as reshard_state_dict
 from .resharding.state_run import ReshardedState as ReshardedState
 from .resharding.tensor_map import TensorMap as TensorMap
+from .resharding.weight_reader import TensorManifest as TensorManifest
+from .resharding.weight_reader import WeightManifest as WeightManifest
+from .resharding.weight_reader import WeightReader as WeightReader
 from .resharding.weight_sync import WeightProgress as WeightProgress
 from .resharding.weight_sync import WeightStats as WeightStats
 from .resharding.weight_sync import WeightSync as WeightSync

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import meshcast
 import pytest
@@ -62,6 +63,13 @@ class Job:
 
 def fail() -> None:
     os.kill(os.getpid(), signal.SIGSTOP if FAULT == "frozen" else signal.SIGKILL)
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
 
 
 def fails_in_the_middle(context) -> None:
@@ -128,6 +136,8 @@ def lost_readers(context) -> None:
         if rank == 0:
             os.kill(int(context.store.get("victim")), signal.SIGKILL)
         context.wait_for_all("ended", [each for each in living if each != READER], limit=60.0)
+    victim = int(context.store.get("victim"))
+    context.wait_until(lambda: has_ended(victim), "the victim ends")
     with pytest.raises(meshcast.MeshcastError) as caught:
         job.call(2)
     assert isinstance(caught.value, meshcast.PeerLostError | meshcast.AbortedError), caught.value

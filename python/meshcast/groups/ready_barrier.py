@@ -96,6 +96,10 @@ class ReadyBarrier:
         self._watches = _C.Watches(self._known, lambda text: self._network.watch(unpack(_Here, text).network))
         self._conversation.say("here", pack(_Here(calls, self._network.offer())))
 
+    def agreed(self, topic: str, proposal: str) -> str:
+        """Returns the text that all ranks have of this topic: that of the first one to propose."""
+        return self._conversation.verdict(topic, proposal)
+
     def called(self) -> bool:
         """Returns whether a rank has called for the next barrier, or has ended them all."""
         return bool(self._conversation.verdict(self._call))

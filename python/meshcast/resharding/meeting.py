@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from ..errors import LayoutError
 from ..groups.parent import ParentGroup, StoreConnection
 from .state_arguments import Given
 from .state_run import ReshardedState, StateRun, conversation
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 __all__ = ["Meeting", "buckets"]
 
@@ -27,14 +26,15 @@ _DRAIN = 1.0  # seconds that a transfer in flight gets when the meeting ends
 class Meeting:
     """Ranks that the caller has brought together, and numbered. Layouts of its calls name these ranks.
 
-    store: connected by all of them. name: of this meeting in the store, one that no other has had. rank: of
-    this process. limit: seconds, for what has no deadline of its own. contacts: texts of their `Contact`s, by
-    rank: one that exits before it has come is noticed.
+    store: connected by all of them; or a function that returns a connection that nothing waits in. name: of
+    this meeting in the store, one that no other has had. rank: of this process. limit: seconds, for what has
+    no deadline of its own. contacts: texts of their `Contact`s, by rank: one that exits before it has come is
+    noticed.
     """
 
     def __init__(
         self,
-        store: dist.Store,
+        store: dist.Store | Callable[[], dist.Store],
         name: str,
         ranks: Sequence[int],
         rank: int,
@@ -42,7 +42,10 @@ class Meeting:
         contacts: Mapping[int, str] | None = None,
     ) -> None:
         self.rank, self.size = rank, len(ranks)
-        self._parent = ParentGroup(ranks, rank, limit, name, StoreConnection(store, name))
+        connect = (
+            partial(dist.PrefixStore, name, store()) if callable(store) else StoreConnection(store, name)
+        )
+        self._parent = ParentGroup(ranks, rank, limit, name, connect)
         self._parent.expect(contacts or {})
 
     def move(
@@ -58,13 +61,14 @@ class Meeting:
     ) -> ReshardedState:
         """reshard_state_dict among these ranks, all of which call it, with its options. deadline: by
         time.monotonic(). lost: ranks in layouts of what is held that are not of the meeting; the same on
-        all. still(): asked once changes of the tensors are noticed: whether they are what they were meant to
-        be; if not, all ranks raise PlanMismatchError."""
+        all. still(): asked once changes of the tensors are noticed, and at the end: whether they are what
+        they were meant to be; if not, all ranks raise."""
         given = Given(state, destinations, out, lost=tuple((rank, rank) for rank in lost), **options)
         run = StateRun(self.rank, given)
         if not still():
             changed = LayoutError("the tensors have been changed since they were offered")
             run = StateRun(self.rank, given, wrong=changed)
+        run.still = still
         return conversation(self._parent).run(run, deadline)
 
     def close(self) -> None:

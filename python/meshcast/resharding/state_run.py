@@ -143,6 +143,7 @@ class StateRun:
         result: filled at the end.
         batches, made: of its transfers, and the calls of those that have begun.
         moving: called once no rank has anything to refuse, before the first byte is written.
+        still: asked at the end, whether the tensors are what they were meant to be, as watching cannot say.
         earlier: what this rank keeps of the version before, where versions travel as their changes.
     """
 
@@ -172,6 +173,7 @@ class StateRun:
         self.batches: Sequence[Batch] = ()
         self.made: list[Call] = []
         self.moving: Callable[[], None] = lambda: None
+        self.still: Callable[[], bool] = lambda: True
         self.earlier: Any = None  # an Earlier of WeightSync
         self.rounds: Rounds  # with the other ranks, once it runs
         self._versions: dict[str, list[tuple[torch.Tensor, int]]] = {}  # of tensors, as they were at the call
@@ -219,6 +221,8 @@ class StateRun:
 
     def changed(self, names: Sequence[str]) -> list[int]:
         """Returns the positions of the names whose tensors are not as they were at the call."""
+        if not self.still():
+            return list(range(len(names)))
         now = self._digests_now(self._digests)
         return [
             index

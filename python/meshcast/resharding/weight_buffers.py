@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..errors import AbortedError, Caller, DeadlineExceededError, MeshcastError
 from .memory import note_written
-from .state_entries import Memory, ReshardedState, Target, local_of
+from .state_entries import Memory, ReshardedState, Target
 
 if TYPE_CHECKING:
     from .state_delta import Arrived
@@ -53,6 +54,7 @@ class Buffer:
     def __init__(self) -> None:
         self.memory = Memory()
         self.state: ReshardedState | None = None
+        self.arrived_as: ReshardedState | None = None  # the same, which no program has
         self.targets: dict[str, Target] = {}
         self.version = -1
         self.torn = False
@@ -62,7 +64,10 @@ class Buffer:
 
     def fill(self, state: ReshardedState, targets: dict[str, Target], version: int) -> None:
         self.state, self.targets, self.version, self.torn = state, targets, version, False
-        tensors = [local_of(x) for x in state.values() if isinstance(x, torch.Tensor)]
+        self.arrived_as = ReshardedState(state)
+        # A DTensor and its local tensor count their writes apart.
+        tensors = [x for x in state.values() if isinstance(x, torch.Tensor)]
+        tensors += [x._local_tensor for x in tensors if isinstance(x, DTensor)]
         self._written = [(x, x._version) for x in tensors if not x.is_inference()]
         self._uncounted = len(self._written) < len(tensors)
 
@@ -75,7 +80,7 @@ class Buffer:
     def tear(self) -> None:
         """It is about to be written. A call that reads it finds that it was."""
         note_written(*(x for x, _ in self._written))
-        self.state, self.torn, self.arrived, self._written = None, True, None, []
+        self.state, self.arrived_as, self.torn, self.arrived, self._written = None, None, True, None, []
 
 
 class Buffers:
@@ -129,14 +134,14 @@ class Buffers:
         with self._changed:
             found = [each for each in self._buffers if each.is_as_it_arrived()]
             best = max(found, key=lambda each: (each is not self._claimed, each.version), default=None)
-            if best is None or best.state is None:
+            if best is None or best.arrived_as is None:
                 return None
-            return best.version, best.state, best.targets
+            return best.version, best.arrived_as, best.targets
 
     def has(self, state: ReshardedState) -> bool:
         """Returns whether this, which whole() has returned, is as it arrived."""
         with self._changed:
-            return any(each.state is state and each.is_as_it_arrived() for each in self._buffers)
+            return any(each.arrived_as is state and each.is_as_it_arrived() for each in self._buffers)
 
     def base(self) -> Arrived | None:
         """Returns the newest version that is whole; None where that cannot be said of any."""

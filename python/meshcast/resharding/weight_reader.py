@@ -60,7 +60,8 @@ _DAY = timedelta(days=1)
 _PAUSE, _LONGEST_PAUSE = 0.001, 0.02  # seconds between two looks into the store
 _GATHER = 0.2  # seconds that a first offer waits for those of ranks that may have died
 _AGAIN = 0.5  # seconds until a question is put again, to ranks that have had no version
-_KEPT = 256  # answered questions in the store
+_KEPT, _SWEEP = 256, 64  # answered questions whose keys stay in the store; questions between two sweeps
+_CHOOSE = 5.0  # seconds that a reader has to choose
 _SOON = 0.05  # seconds after which a rank that waits for a reader looks whether that is there
 _GRACE = 1.0  # seconds that the store gets beyond the limit of a call
 _TORN = "torn"  # sent instead of digests
@@ -116,11 +117,13 @@ class _Ask(NamedTuple):
 
 
 class _Offered(NamedTuple):
-    """A rank that has the version, -1 where it has none. holding: the key of what is served. ranks: those of
-    its group, one more than the largest. contact: of the rank."""
+    """A rank that has the version, -1 where it has none. job: of the WeightSync; later ones are larger.
+    holding: the key of what is served. ranks: those of its group, one more than the largest. contact: of the
+    rank."""
 
     version: int
     rank: int = -1
+    job: str = ""
     holding: str = ""
     ranks: int = 0
     contact: str = ""
@@ -145,6 +148,7 @@ class _Questions:
     def __init__(self, store: dist.Store) -> None:
         self._connection = StoreConnection(store, _PREFIX)
         self._opened: Any = None
+        self.for_meetings = StoreConnection(store, _PREFIX)  # nothing waits in this one
 
     @property
     def store(self) -> Any:
@@ -158,16 +162,15 @@ class _Questions:
         self.store.set(f"ask/{number}", text)
         return number
 
-    def close(self, number: int, offers: int) -> None:
-        """The question is answered: its keys are erased."""
+    def close(self, number: int) -> None:
+        """The question is answered. Its keys are erased later: ranks may be about to read them."""
         self.store.set(f"ask/{number}", "")
-        for key in (
-            f"offers/{number}",
-            f"meet/{number}",
-            *(f"offer/{number}/{i + 1}" for i in range(offers)),
-        ):
-            self.store.delete_key(key)
-        self.store.delete_key(f"ask/{number - _KEPT}")
+        if number % _SWEEP == 0 and hasattr(self.store, "list_keys"):
+            for key in self.store.list_keys():
+                parts = key.split("/")
+                numbered = [int(part) for part in parts[:2] if part.isdigit()]
+                if numbered and numbered[0] <= number - _KEPT:
+                    self.store.delete_key(key)
 
     def heard(self, key: str) -> str | None:
         return self.store.get(key).decode() if self.store.check([key]) else None
@@ -186,9 +189,19 @@ class Offering:
     """The part of a rank that answers readers, in a thread of its own: it waits in the store, and needs no
     CPU time between two questions. A failure is logged, and concerns no other call."""
 
-    def __init__(self, store: dist.Store, buffers: Buffers, rank: int, ranks: Iterable[int]) -> None:
-        """buffers: whose newest whole version is offered. ranks: of the group."""
+    def __init__(
+        self,
+        store: dist.Store,
+        buffers: Buffers,
+        rank: int,
+        ranks: Iterable[int],
+        identity: Callable[[], str],
+    ) -> None:
+        """buffers: whose newest whole version is offered. ranks: of the group. identity(): the same on all
+        ranks of one WeightSync; uses its store."""
         self._questions = _Questions(store)
+        self._identity = identity
+        self._fork_count = forks.count
         self._store = store
         self._buffers, self._rank, self._ranks = buffers, rank, max(ranks) + 1
         self._holding: tuple[dict[str, Target], str] | None = None  # what was served last, and its key
@@ -205,6 +218,7 @@ class Offering:
             self._contact = Contact(limit)
 
         def enter() -> int:
+            self._job = self._identity()
             self._questions.store.add("offering", 1)
             return int(self._questions.store.add("asked", 0)) + 1
 
@@ -221,7 +235,7 @@ class Offering:
     def stop(self, wait: float = 0.0) -> None:
         """Answers no longer. Any thread. wait: seconds, for the thread to end."""
         thread, self._thread = self._thread, None
-        if self._over or thread is None:
+        if self._over or thread is None or self._fork_count != forks.count:
             return
         self._over = True
         meeting = self._meeting
@@ -244,6 +258,7 @@ class Offering:
         with behind(stream):
             while not self._over:
                 try:
+                    number = max(number, int(store.add("asked", 0)) - _KEPT // 2)
                     with suppress(dist.DistStoreError):  # its limit
                         store.wait([f"ask/{number}"], _DAY)
                         self._answer(number)
@@ -278,7 +293,7 @@ class Offering:
         offer = _Offered(-1)
         if found is not None and found[0] >= ask.least:
             published = self._published(found[2])
-            offer = _Offered(found[0], self._rank, published, self._ranks, self._contact.text)
+            offer = _Offered(found[0], self._rank, self._job, published, self._ranks, self._contact.text)
         mine = int(questions.store.add(f"offers/{number}", 1))
         questions.store.set(f"offer/{number}/{mine}", pack(offer))
         if found is None or offer.version < 0:
@@ -297,7 +312,7 @@ class Offering:
                 return ""
             return questions.heard(f"meet/{number}")
 
-        if not (text := _waited(look, deadline)):
+        if not (text := _waited(look, min(deadline, begin + _CHOOSE))):
             return
         meet = unpack(_Meet, text)
         if mine in meet.boxes:
@@ -314,7 +329,7 @@ class Offering:
             holding = {name: _Served(each.shape, each.dtype, each.layout) for name, each in targets.items()}
             text = pack(holding, _Holding)
             low, high = text_digest(text)
-            key = f"holding/{low & (1 << 64) - 1:016x}{high & (1 << 64) - 1:016x}"
+            key = f"holding/h{low & (1 << 64) - 1:016x}{high & (1 << 64) - 1:016x}"
             self._questions.store.set(key, text)
             known = self._holding = targets, key
         return known[1]
@@ -339,8 +354,9 @@ class Offering:
         inside = {name: each for name, each in targets.items() if self._rank in each.layout.ranks}
         held = {name: local_of(state[name]) for name in inside if name in state}
         ranks, contacts = (*meet.ranks, meet.number), {meet.number: contact}
-        name = f"{_PREFIX}/{number}"
-        meeting = self._meeting = Meeting(self._store, name, ranks, self._rank, meet.timeout, contacts)
+        name = str(number)
+        connection = self._questions.for_meetings
+        meeting = self._meeting = Meeting(connection, name, ranks, self._rank, meet.timeout, contacts)
         try:
             meeting.move(
                 held,
@@ -363,11 +379,11 @@ def _others(tensors: Iterable[_Served | Target], meet: _Meet) -> list[int]:
 
 
 class _Newest(NamedTuple):
-    """The newest version that is offered: number of the question, offers in all, and those that have this
+    """The newest version that is offered: number of the question, when it was put, and those that have this
     version, with their ranks and contacts."""
 
     number: int
-    offers: int
+    asked: float
     version: int
     holding: _Holding
     chosen: dict[int, int]  # offer by rank
@@ -604,22 +620,26 @@ class WeightReader:
         _waited(look, until)
         version = max((each.version for each in offers), default=-1)
         if version < 0:
-            questions.close(number, len(offers))
+            questions.close(number)
             return None, len(offers)
         of_version = [(at + 1, each) for at, each in enumerate(offers) if each.version == version]
-        kinds = [each.holding for _, each in of_version]
-        holding = max(set(kinds), key=kinds.count)
-        chosen = {each.rank: at for at, each in of_version if each.holding == holding}
+        kinds = [(each.job, each.holding) for _, each in of_version]
+        kind = max(set(kinds), key=lambda each: (each[0], kinds.count(each)))
+        holding = kind[1]
+        chosen = {each.rank: at for at, each in of_version if (each.job, each.holding) == kind}
         ranks = max(each.ranks for _, each in of_version)
         read = unpack(_Holding, store.get(holding).decode())
         contacts = {rank: offers[at - 1].contact for rank, at in chosen.items()}
-        return _Newest(number, len(offers), version, read, chosen, contacts, ranks), len(offers)
+        return _Newest(number, now, version, read, chosen, contacts, ranks), len(offers)
 
     def _close(self, found: _Newest) -> None:
         with suppress(Exception):  # the store's keys are all that would be left
-            self._within(lambda: self._questions.close(found.number, found.offers), time.monotonic())
+            self._within(lambda: self._questions.close(found.number), time.monotonic())
 
     def _meet(self, found: _Newest, deadline: float, boxes: Any = None) -> _Meet:
+        if time.monotonic() > found.asked + _CHOOSE / 2:
+            text = f"it took too long to choose who sends version {found.version}, and asks again"
+            raise Caller(_OP, phase="agree").error(MeshcastError, text)
         ranks = sorted(found.chosen)
         meet = _Meet(
             found.version,
@@ -672,8 +692,10 @@ class WeightReader:
     def _moved(self, found: _Newest, wanted: dict[str, Layout], deadline: float) -> ReshardedState:
         """Returns the values in these layouts, which name this process by its number in the meeting."""
         meet = self._meet(found, deadline)
-        name, ranks = f"{_PREFIX}/{found.number}", (*meet.ranks, meet.number)
-        meeting = Meeting(self._store, name, ranks, meet.number, meet.timeout, found.contacts)
+        name, ranks = str(found.number), (*meet.ranks, meet.number)
+        meeting = Meeting(
+            self._questions.for_meetings, name, ranks, meet.number, meet.timeout, found.contacts
+        )
         try:
             return meeting.move(
                 {},
@@ -728,7 +750,6 @@ class WeightReader:
                 text = _waited(partial(questions.heard, key), deadline)
                 if text is None:
                     return None
-                questions.store.delete_key(key)
                 torn = torn or text == _TORN
                 for name, value in ({} if text == _TORN else unpack(dict[str, int], text)).items():
                     if name in sums:

@@ -8,6 +8,7 @@ other memory (offloading, `to()`, a checkpoint that is assigned), so that each c
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -453,7 +454,8 @@ class WeightSync:
             if receives and readers is not None:
                 from .weight_reader import Offering
 
-                self._offering = Offering(readers, self._buffers, parent.rank, parent.ranks)
+                identity = partial(barrier.agreed, "readers", f"{time.time_ns():020} {os.urandom(8).hex()}")
+                self._offering = Offering(readers, self._buffers, parent.rank, parent.ranks, identity)
                 self._offering.start(torch.cuda.current_stream() if on_gpu else None, limit)
         except MeshcastError as error:
             self._side.end(PlanMismatchError, f"rank {parent.rank} refused its arguments: {error}", error)
@@ -461,6 +463,8 @@ class WeightSync:
         side, offering = self._side, self._offering
 
         def end(why: str) -> None:
+            if offering is not None:
+                offering.stop()
             side.leave(why)
             side.join(_JOIN)
 
