@@ -44,10 +44,12 @@ class Meeting:
         out: Mapping[str, torch.Tensor] | None = None,
         *,
         deadline: float,
+        wrong: Exception | None = None,
         **options: Unpack[StateOptions],
     ) -> ReshardedState:
-        """reshard_state_dict among these ranks, all of which call it. deadline: by time.monotonic()."""
-        run = StateRun(self.rank, Given(state, destinations, out, **options))
+        """reshard_state_dict among these ranks, all of which call it. deadline: by time.monotonic(). wrong:
+        why this rank has nothing to send; all ranks raise."""
+        run = StateRun(self.rank, Given(state, destinations, out, **options), wrong=wrong)
         return conversation(self._parent).run(run, deadline)
 
     def close(self) -> None:
