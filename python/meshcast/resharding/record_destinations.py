@@ -62,6 +62,7 @@ def record_destinations(
     names_and_shapes: Any = None,
     *,
     strict: bool = True,
+    after: Callable[[], object] | None = None,
     group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
 ) -> RecordedDestinations:
@@ -85,6 +86,10 @@ def record_destinations(
         names_and_shapes: of the whole checkpoint: {name: tensor}, as a state dict of DTensors, or
             {name: (shape, dtype)}. The same on all ranks that give some; None on ranks that learn it.
         strict: refuse parameters that the loader leaves as they are; buffers may stay.
+        after: called on this rank each time that values have arrived, as an engine's
+            ``process_weights_after_loading``. It may change parameters in place, from what arrives alone;
+            `processed` of the result then names them. Parameters that it replaces by tensors of another shape
+            or dtype cannot be received again: the next call raises, naming the line. Without `only=`.
         group: whose ranks all call; None for the default group.
         timeout: seconds or timedelta for the whole call; None for the group's.
 
@@ -126,7 +131,7 @@ def record_destinations(
             if entries is None:
                 raise LayoutError("names_and_shapes is needed: the names and shapes of the checkpoint")
             recording = _record(model, load_of(model, load), entries, strict)
-            return _ended(recording._replace(skipped=_skipped(recording, [recording])), model, load)
+            return _ended(recording._replace(skipped=_skipped(recording, [recording])), model, load, after)
     try:
         parent = parent_group(group, _OP)
     except Exception as error:
@@ -139,7 +144,7 @@ def record_destinations(
             wrong = error
         agreement = _Agreement(Rounds(conversation(parent).rows, begin + limit))
         try:
-            return agreement.record(model, load, names_and_shapes, strict, wrong)
+            return agreement.record(model, load, names_and_shapes, strict, wrong, after)
         except MeshcastError as error:
             if error.op == OP:  # of the rows, which are those of calls that move tensors
                 error.args, error.op = (str(error).replace(OP, _OP), *error.args[1:]), _OP
@@ -162,7 +167,13 @@ class _Agreement:
         self._rounds = rounds
 
     def record(
-        self, model: Any, load: Load | None, names: Any, strict: bool, wrong: Exception | None
+        self,
+        model: Any,
+        load: Load | None,
+        names: Any,
+        strict: bool,
+        wrong: Exception | None,
+        after: Callable[[], object] | None,
     ) -> RecordedDestinations:
         entries = self._agreed_names(names, wrong)
         failure: Exception | None = None
@@ -189,9 +200,10 @@ class _Agreement:
         self._compare_dtypes(recording, failure)
         if failure is not None:
             raise failure
-        made = RecordedDestinations(recording._replace(skipped=skipped), model, found)
+        made = RecordedDestinations(Recording({}, {}, {}, (), (), {}, (), ()), None, None)
         failure = None
         try:
+            made = RecordedDestinations(recording._replace(skipped=skipped), model, found, after)
             made._place_constants()
         except Exception as error:
             failure = error
@@ -247,8 +259,10 @@ class _Agreement:
                     )
 
 
-def _ended(recording: Recording, model: Any, load: Load | None) -> RecordedDestinations:
-    made = RecordedDestinations(recording, model, load_of(model, load))
+def _ended(
+    recording: Recording, model: Any, load: Load | None, after: Callable[[], object] | None
+) -> RecordedDestinations:
+    made = RecordedDestinations(recording, model, load_of(model, load), after)
     made._place_constants()
     return made
 

@@ -151,6 +151,10 @@ def checked_call(rank: int, given: Given) -> StateCall:
             wanted[name] = found._replace(quantize=quantize_of(name))
             if mesh is not None:
                 meshes[name] = (mesh, placements)
+    if recorded is not None and recorded._after is not None and given.only is not None:
+        raise LayoutError(
+            "only= with after= of record_destinations, which changes other parameters once more"
+        )
     landings = {} if recorded is None else recorded._landings
     landings = {name: landing for name, landing in landings.items() if selected(name)}
     for name, (device_type, dtype) in ({} if recorded is None else recorded._whole()).items():

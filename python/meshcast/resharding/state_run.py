@@ -266,7 +266,7 @@ class StateRun:
         """Puts into `result` what this rank asked for. Tied targets are one tensor, as at the source."""
         call, targets, result = self.checked, known.agreed.targets, self.result
         if call.recorded is not None:
-            result.update({**call.recorded._tensors(), **values})
+            result.update({**call.recorded._results(), **values})
             return result
         specs: dict[Any, DTensorSpec] = {}
         names = {}
