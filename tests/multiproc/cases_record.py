@@ -282,6 +282,46 @@ def assigned(context) -> None:
             assert torch.equal(model.bias, fulls["bias"])
 
 
+def assigned_dtensors(context) -> None:
+    """A loader that cuts whole tensors and puts DTensors in the place of those that the model has, as the
+    tensor-parallel plans of transformers. One that puts others there is refused."""
+    rank, mesh = context.rank, quiet_mesh(SERVERS)
+    kinds = (meshcast.LayoutError, meshcast.PlanMismatchError)
+    fulls = {"weight": torch.arange(15.0).reshape(5, 3), "bias": torch.arange(5.0)}
+    held = held_by(rank, fulls)
+    for dtype in (torch.float32, torch.bfloat16):
+        for bad in ("", "other values", "another dtype"):
+            model = None
+            if rank in SERVERS:
+                model = nn.Module()
+                for name, full in fulls.items():
+                    empty = sharded(torch.zeros_like(full, dtype=dtype), mesh, [Shard(0)], rank)
+                    setattr(model, name, nn.Parameter(empty))
+
+            def load(weights, model=model, dtype=dtype, bad=bad) -> None:
+                for name, x in weights:
+                    part = x[:3] if rank == SERVERS[0] else x[3:]
+                    part = part.double() if bad == "another dtype" else part.to(dtype)
+                    part = torch.ones(part.shape, dtype=dtype) if bad == "other values" else part
+                    made = DTensor.from_local(
+                        part, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride()
+                    )
+                    setattr(model, name, nn.Parameter(made))
+
+            record = partial(meshcast.record_destinations, model, model and load, held)
+            if bad:
+                raises(kinds, {"other values": "", "another dtype": "in the place of 'weight'"}[bad], record)
+                continue
+            recorded = record()
+            memory = None if model is None else model.weight.to_local().data_ptr()
+            meshcast.reshard_state_dict(held, recorded, digest=True)
+            if model is not None:
+                for name, full in fulls.items():
+                    part = full[:3] if rank == SERVERS[0] else full[3:]
+                    assert torch.equal(getattr(model, name).to_local(), part.to(dtype)), name
+                assert model.weight.to_local().data_ptr() == memory
+
+
 def drawn(context) -> None:
     """Loaders that are drawn, between two ranks that hold and two that receive, each with its own."""
     rng = random.Random(53)
@@ -438,6 +478,7 @@ CASES = [
     refusals,
     with_maps,
     assigned,
+    assigned_dtensors,
     drawn,
     colocated,
     processed,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from ..base import checks
 from ..base.boxes import Box, Piece, common, without
@@ -465,13 +466,7 @@ class _Found:
         parameters = self._tensors
         if isinstance(self._model, torch.nn.Module):
             parameters = dict(self._model.named_parameters())
-        silent = [
-            name
-            for name, x in parameters.items()
-            if memory_of(x).numel()
-            and self._located.get(name) is not None
-            and self._located[name].memory not in self._links
-        ]
+        silent = [name for name, x in parameters.items() if memory_of(x).numel() and self._is_silent(name)]
         if silent:
             shown = ", ".join(map(repr, silent[:5])) + (
                 f" and {len(silent) - 5} more" if len(silent) > 5 else ""
@@ -480,6 +475,13 @@ class _Found:
                 f"the loader leaves {shown} as they are: the checkpoint has no such name, or the loader does "
                 "not find it; pass strict=False where that is meant"
             )
+
+    def _is_silent(self, name: str) -> bool:
+        """The loader has written nothing of the checkpoint to it, or put other values in its place."""
+        located = self._located.get(name)
+        if located is None:
+            return name in self._run.assigned
+        return located.memory not in self._links
 
     def _find(self) -> None:
         """The memory of each parameter, and its links."""
@@ -493,13 +495,20 @@ class _Found:
             if memory.name not in self._links and (memory.contents.links or memory.unknown):
                 self._keep(memory.name, memory, memory.contents.links)
         made: dict[int, str] = {}
-        for name, x in assigned.items():
+        for name, tensor in assigned.items():
+            x = memory_of(tensor)
             if not isinstance(x, RecordingTensor):
                 continue
             first = made.setdefault(x._inner.untyped_storage()._cdata, name)
             old = self._tensors.get(name)
             like = memory_of(old) if old is not None else None
             fits = like is not None and not like.is_meta and (like.shape, like.dtype) == (x.shape, x.dtype)
+            if isinstance(tensor, DTensor) and not fits:
+                raise LayoutError(
+                    f"the loader puts a DTensor whose part on this rank is {dtype_name(x.dtype)} "
+                    f"{tuple(x.shape)} in the place of {name!r}, which has no such memory; give a model "
+                    "that is not on the meta device, with the dtype that the loader makes"
+                )
             place = like if fits and like is not None else torch.empty(x.shape, dtype=x.dtype, device="meta")
             memory = Storage(place, x.dtype, name=first)
             device = str(like.device) if like is not None and not like.is_meta else "cpu"
