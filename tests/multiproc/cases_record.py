@@ -310,7 +310,9 @@ def assigned_dtensors(context) -> None:
 
             record = partial(meshcast.record_destinations, model, model and load, held)
             if bad:
-                raises(kinds, {"other values": "", "another dtype": "in the place of 'weight'"}[bad], record)
+                raises(
+                    kinds, {"other values": "", "another dtype": "where the model has 'weight'"}[bad], record
+                )
                 continue
             recorded = record()
             memory = None if model is None else model.weight.to_local().data_ptr()

@@ -506,7 +506,7 @@ class _Found:
             if isinstance(tensor, DTensor) and not fits:
                 raise LayoutError(
                     f"the loader puts a DTensor whose part on this rank is {dtype_name(x.dtype)} "
-                    f"{tuple(x.shape)} in the place of {name!r}, which has no such memory; give a model "
+                    f"{tuple(x.shape)} where the model has {name!r}, which has no such memory; give a model "
                     "that is not on the meta device, with the dtype that the loader makes"
                 )
             place = like if fits and like is not None else torch.empty(x.shape, dtype=x.dtype, device="meta")
