@@ -282,6 +282,48 @@ def assigned(context) -> None:
             assert torch.equal(model.bias, fulls["bias"])
 
 
+def assigned_dtensors(context) -> None:
+    """A loader that cuts whole tensors and puts DTensors in the place of those that the model has, as the
+    tensor-parallel plans of transformers. One that puts others there is refused."""
+    rank, mesh = context.rank, quiet_mesh(SERVERS)
+    kinds = (meshcast.LayoutError, meshcast.PlanMismatchError)
+    fulls = {"weight": torch.arange(15.0).reshape(5, 3), "bias": torch.arange(5.0)}
+    held = held_by(rank, fulls)
+    for dtype in (torch.float32, torch.bfloat16):
+        for bad in ("", "other values", "another dtype"):
+            model = None
+            if rank in SERVERS:
+                model = nn.Module()
+                for name, full in fulls.items():
+                    empty = sharded(torch.zeros_like(full, dtype=dtype), mesh, [Shard(0)], rank)
+                    setattr(model, name, nn.Parameter(empty))
+
+            def load(weights, model=model, dtype=dtype, bad=bad) -> None:
+                for name, x in weights:
+                    part = x[:3] if rank == SERVERS[0] else x[3:]
+                    part = part.double() if bad == "another dtype" else part.to(dtype)
+                    part = torch.ones(part.shape, dtype=dtype) if bad == "other values" else part
+                    made = DTensor.from_local(
+                        part, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride()
+                    )
+                    setattr(model, name, nn.Parameter(made))
+
+            record = partial(meshcast.record_destinations, model, model and load, held)
+            if bad:
+                raises(
+                    kinds, {"other values": "", "another dtype": "where the model has 'weight'"}[bad], record
+                )
+                continue
+            recorded = record()
+            memory = None if model is None else model.weight.to_local().data_ptr()
+            meshcast.reshard_state_dict(held, recorded, digest=True)
+            if model is not None:
+                for name, full in fulls.items():
+                    part = full[:3] if rank == SERVERS[0] else full[3:]
+                    assert torch.equal(getattr(model, name).to_local(), part.to(dtype)), name
+                assert model.weight.to_local().data_ptr() == memory
+
+
 def drawn(context) -> None:
     """Loaders that are drawn, between two ranks that hold and two that receive, each with its own."""
     rng = random.Random(53)
@@ -327,6 +369,93 @@ def colocated(context) -> None:
             check_same(engine, expected)
 
 
+class Processed(nn.Module):
+    """Processes its weights after loading: halves of one are swapped in place, with its padding, one gets
+    other memory, and one is repacked into another shape where `repacks`."""
+
+    def __init__(self, repacks: bool) -> None:
+        super().__init__()
+        self.swapped = nn.Parameter(torch.full((6, 3), -1.0))
+        self.moved = nn.Parameter(torch.zeros(5, 3))
+        self.plain = nn.Parameter(torch.zeros(5, 3))
+        self.repacks = repacks
+        self.times = 0
+
+    def load_weights(self, weights) -> None:
+        for name, x in weights:
+            if name == "a":
+                self.swapped.data[:5].copy_(x)
+                self.swapped.data[5:].zero_()
+            else:
+                getattr(self, {"b": "moved", "c": "plain"}[name]).data.copy_(x)
+
+    def process(self) -> None:
+        self.times += 1
+        self.swapped.data.copy_(torch.cat([self.swapped.data[3:] + 1, self.swapped.data[:3] + 1]))
+        self.moved.data = self.moved.data * 2
+        if self.repacks:
+            self.plain = nn.Parameter(self.plain.data.t().contiguous())
+
+
+def processed(context) -> None:
+    """after=: called once values have arrived, again for each version. Where it puts a tensor of another
+    shape in the place of one, the next call raises on all ranks and names the line."""
+    rank, layout = context.rank, meshcast.LayoutError
+    fulls = {name: torch.arange(15.0).reshape(5, 3) + at for at, name in enumerate("abc")}
+    held = held_by(rank, fulls)
+    for repacks in (False, True):
+        model = Processed(repacks) if rank in SERVERS else None
+        after = None if model is None else model.process
+        recorded = meshcast.record_destinations(model, None, held, after=after)
+        assert model is None or (model.times == 0 and not recorded.processed)
+        for version in (1, 2):
+            if repacks and version == 2:
+                text = "the parameter 'plain' is (3, 5)"
+                told = (layout, meshcast.PlanMismatchError)
+                raises(told, text, partial(meshcast.reshard_state_dict, held, recorded))
+                raises(
+                    told,
+                    "cases_record.py:",
+                    partial(meshcast.reshard_state_dict, held, recorded),
+                )
+                break
+            for x in (held or {}).values():
+                x.to_local().add_(version)
+            fulls = {name: x + version for name, x in fulls.items()}
+            meshcast.reshard_state_dict(held, recorded, digest=True)
+            if model is not None:
+                expected = Processed(repacks)
+                expected.load_weights(fulls.items())
+                expected.process()
+                check_same(model, expected)
+                changed = {"swapped", "moved"} | ({"plain"} if repacks else set())
+                assert recorded.processed.keys() == changed, recorded.processed
+                assert all("cases_record.py:" in line for line in recorded.processed.values())
+                with tempfile.TemporaryDirectory() as folder:
+                    recorded.save(f"{folder}/recorded.json")
+                    again = Processed(False)
+                    meshcast.RecordedDestinations.load(f"{folder}/recorded.json", again, None, again.process)
+                    assert bool((again.swapped[5] == 0).all()) and again.times == 0
+        if not repacks:
+            only = None if model is None else ["plain"]
+            raises(
+                (layout, meshcast.PlanMismatchError),
+                "only= with after=",
+                partial(meshcast.reshard_state_dict, held, recorded, only=only),
+            )
+    fails = None if rank not in SERVERS else (lambda: 1 / 0)
+    recorded = meshcast.record_destinations(Processed(False) if fails else None, None, held, after=fails)
+    failed = lambda: meshcast.reshard_state_dict(held, recorded)  # noqa: E731
+    raises(meshcast.MeshcastError, "after= failed: ZeroDivisionError", failed)
+    bad = 3 if rank == 4 else None
+    model = Processed(False) if rank in SERVERS else None
+    raises(
+        (layout, meshcast.PlanMismatchError),
+        "after is a int",
+        lambda: meshcast.record_destinations(model, None, held, after=bad),
+    )
+
+
 def late(context) -> None:
     """A rank that does not come: the others name the call. Last: the group is of no use any longer."""
     if context.rank != 3:
@@ -351,7 +480,9 @@ CASES = [
     refusals,
     with_maps,
     assigned,
+    assigned_dtensors,
     drawn,
     colocated,
+    processed,
     late,
 ]

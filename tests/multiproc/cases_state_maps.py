@@ -412,6 +412,29 @@ def _drawn(rng: random.Random, shape, ranks) -> Layout:
     return Layout.from_boxes(held)
 
 
+def many_equal_boxes(context) -> None:
+    """Tensors of two kinds, by boxes that lie anywhere in the local tensors. They are more boxes than a
+    plan has room for one by one: they are planned as two, and each element arrives in its place."""
+    rank, rows, count = context.rank, 1024, 260
+    boxes = {each: [((row, row + 1), (0, 2)) for row in range(each, rows, 2)] for each in (0, 1)}
+    layout = Layout.from_boxes(boxes)
+    turned = Layout.from_boxes(
+        {r: [((row, row + 1), (0, 2)) for row in reversed(range(rows))] for r in (3, 4)}
+    )
+    fulls = {}
+    for at in range(count):
+        dtype = torch.bfloat16 if at % 2 else torch.float32
+        fulls[f"w{at}"] = unique_fill((rows, 2), dtype, at)
+    held = None
+    if rank in (0, 1):
+        held = {name: full[rank::2].clone() for name, full in fulls.items()}
+    where = dict.fromkeys(fulls, turned) if rank in (3, 4) else None
+    layouts = dict.fromkeys(fulls, (layout, (rows, 2))) if rank in (0, 1) else None
+    result = meshcast.reshard_state_dict(held, where, layouts=layouts, timeout=100)
+    for name, full in fulls.items() if where else ():
+        assert torch.equal(result[name], full.flip(0)), name
+
+
 CASES = [
     fused,
     split,
@@ -425,5 +448,6 @@ CASES = [
     boxes_of_heads,
     boxes_that_miss,
     boxes_with_maps,
+    many_equal_boxes,
     boxes_in_reshard_local,
 ]

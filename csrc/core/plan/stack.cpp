@@ -1,6 +1,7 @@
 #include "plan/stack.h"
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <string>
 #include <utility>
@@ -15,22 +16,58 @@ constexpr int64_t kMostDeliveriesApart = int64_t{1} << 20;
 constexpr int64_t kMostOfAll = int64_t{1}
                                << 21;  // tasks, pieces or local copies of single tensors: 500 MiB each
 
-bool stacks(const Problem& problem) {
-  return problem.src.by_boxes.empty() && problem.dst.by_boxes.empty() &&
-         problem.shape.size() < static_cast<size_t>(kMaxDims);
+// Whether a layout can hold `tensors` of its kind as one: their boxes get one more dimension, and so do the
+// local tensors.
+bool stacks(const Layout& layout) {
+  return std::all_of(layout.by_boxes.begin(), layout.by_boxes.end(), [](const Shard& shard) {
+    return shard.local_shape.size() < static_cast<size_t>(kMaxDims);
+  });
 }
 
-Layout below_a_dimension(Layout layout) {
+bool stacks(const Problem& problem) {
+  return problem.shape.size() < static_cast<size_t>(kMaxDims) && stacks(problem.src) && stacks(problem.dst);
+}
+
+// Values at dimensions, with one more before them.
+template <typename T>
+std::array<T, kMaxDims> below(const std::array<T, kMaxDims>& values, T first, T more) {
+  std::array<T, kMaxDims> out{};
+  out[0] = first;
+  for (size_t d = 1; d < out.size(); ++d) out[d] = static_cast<T>(values[d - 1] + more);
+  return out;
+}
+
+Shard below_a_dimension(const Shard& shard, int64_t tensors) {
+  Shard out = shard;
+  out.local_shape.insert(out.local_shape.begin(), tensors);
+  for (ShardPiece& piece : out.pieces) {
+    Box box;
+    box.ndim = piece.box.ndim + 1;
+    box.lo[0] = 0;
+    box.hi[0] = tensors;
+    for (int d = 0; d < piece.box.ndim; ++d) {
+      box.lo[d + 1] = piece.box.lo[d];
+      box.hi[d + 1] = piece.box.hi[d];
+    }
+    piece = {box, below<int64_t>(piece.local, 0, 0)};
+  }
+  for (BoxPlace& place : out.places)
+    place = {below<int8_t>(place.axis, 0, 1), below<int64_t>(place.step, 1, 0)};
+  return out;
+}
+
+Layout below_a_dimension(Layout layout, int64_t tensors) {
   for (Placement& p : layout.placements)
     if (p.kind == PlacementKind::Shard || p.kind == PlacementKind::StridedShard) ++p.dim;
+  for (Shard& shard : layout.by_boxes) shard = below_a_dimension(shard, tensors);
   return layout;
 }
 
 Problem stacked(const Problem& one, size_t tensors) {
   Problem out{{static_cast<int64_t>(tensors)},
               one.element_bytes,
-              below_a_dimension(one.src),
-              below_a_dimension(one.dst),
+              below_a_dimension(one.src, static_cast<int64_t>(tensors)),
+              below_a_dimension(one.dst, static_cast<int64_t>(tensors)),
               true};
   out.shape.insert(out.shape.end(), one.shape.begin(), one.shape.end());
   return out;

@@ -276,6 +276,8 @@ class Replicas:
                 raise LayoutError("the group has one rank; a copy needs another")
             self._state = Current(f"{_OP}: state", state)
             held = self._state.look()
+            if not isinstance(held, Mapping):
+                raise LayoutError("state: a WeightSource has no copies; give its tensors as a mapping")
             layouts = old_layouts(held, old, self._rank)
             call = checked_call(self._rank, Given(held, {}, layouts=layouts, own=own))
             host = host_identity() if topology is None else topology._host_of(self._rank)

@@ -57,14 +57,16 @@ class Meeting:
         deadline: float,
         lost: Sequence[int] = (),
         still: Callable[[], bool] = lambda: True,
+        wrong: Exception | None = None,
         **options: Any,
     ) -> ReshardedState:
         """reshard_state_dict among these ranks, all of which call it, with its options. deadline: by
         time.monotonic(). lost: ranks in layouts of what is held that are not of the meeting; the same on
         all. still(): asked once changes of the tensors are noticed, and at the end: whether they are what
-        they were meant to be; if not, all ranks raise."""
+        they were meant to be; if not, all ranks raise. wrong: why this rank has nothing to send; all ranks
+        raise."""
         given = Given(state, destinations, out, lost=tuple((rank, rank) for rank in lost), **options)
-        run = StateRun(self.rank, given)
+        run = StateRun(self.rank, given, wrong=wrong)
         if not still():
             changed = LayoutError("the tensors have been changed since they were offered")
             run = StateRun(self.rank, given, wrong=changed)

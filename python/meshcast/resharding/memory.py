@@ -9,26 +9,34 @@ of numbers. With others it may be very many: then there is no answer.
 from __future__ import annotations
 
 import functools
+import gc
 import math
+import sys
+import weakref
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..errors import LayoutError
 from ..transfers.medium import settled
 
 __all__ = [
+    "Owner",
     "Region",
     "check_outs",
     "check_storage",
     "meet",
+    "memory_key",
     "near",
     "note_written",
     "overlaps",
+    "owners_of",
     "repeats",
     "storage_of",
+    "tensor_of",
 ]
 
 
@@ -258,3 +266,62 @@ def _adds_up(steps: Iterable[tuple[int, int]], total: int) -> bool | None:
             left.update(rest - step * count for count in counts)
         missing = left
     return 0 in missing
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+Owner = tuple[weakref.ref[Any], str]  # an object, and its attribute or the name of its parameter or buffer
+
+
+def tensor_of(owner: Owner) -> torch.Tensor | None:
+    """The tensor that an owner has now."""
+    holder, name = owner[0](), owner[1]
+    if isinstance(holder, torch.nn.Module):
+        found: Any = holder._parameters.get(name)
+        found = holder._buffers.get(name) if found is None else found
+    else:
+        found = getattr(holder, name, None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def memory_key(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are one piece of memory; None for those without memory of their own."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if type(local) not in _PLAIN or local.layout is not torch.strided:
+        return None
+    first = local.data_ptr()  # 0 without elements, and on the meta device
+    return (first, local.dtype, local.shape, local.stride()) if first else None
+
+
+def owners_of(entries: Mapping[str, Any], memories: Mapping[str, Any]) -> dict[str, list[Owner]]:
+    """Returns what has the entries' memory as its own, by name. Reads all objects of the process once."""
+    names: dict[Any, list[str]] = {}
+    for name, memory in memories.items():
+        if memory is not None:
+            names.setdefault(memory, []).append(name)
+    found: dict[str, list[Owner]] = {}
+    if names:
+        for holder, attribute, tensor in _held():
+            for name in names.get(memory_key(tensor), ()):
+                if isinstance(tensor, DTensor) == isinstance(entries[name], DTensor):
+                    found.setdefault(name, []).append((weakref.ref(holder), attribute))
+    return found
+
+
+def _held() -> Iterator[tuple[Any, str, torch.Tensor]]:
+    """The parameters and buffers of all modules, then the shards that FSDP2 keeps of parameters."""
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
+    kept = (fsdp.FSDPParam,) if fsdp is not None else ()
+    sharded = []
+    for each in gc.get_objects():
+        kind = type(each)  # isinstance() would ask proxies, which may do anything
+        if issubclass(kind, torch.nn.Module):
+            for tensors in (each.__dict__.get("_parameters"), each.__dict__.get("_buffers")):
+                for name, tensor in (tensors or {}).items():
+                    if isinstance(tensor, torch.Tensor):
+                        yield each, name, tensor
+        elif issubclass(kind, kept):
+            sharded.append(each)
+    for each in sharded:
+        tensor = getattr(each, "sharded_param", None)
+        if isinstance(tensor, torch.Tensor):
+            yield each, "sharded_param", tensor

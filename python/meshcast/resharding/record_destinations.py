@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from ..base import checks
 from ..base.boxes import Box, Piece, common, without
@@ -62,6 +63,7 @@ def record_destinations(
     names_and_shapes: Any = None,
     *,
     strict: bool = True,
+    after: Callable[[], object] | None = None,
     group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
 ) -> RecordedDestinations:
@@ -85,6 +87,10 @@ def record_destinations(
         names_and_shapes: of the whole checkpoint: {name: tensor}, as a state dict of DTensors, or
             {name: (shape, dtype)}. The same on all ranks that give some; None on ranks that learn it.
         strict: refuse parameters that the loader leaves as they are; buffers may stay.
+        after: called on this rank each time that values have arrived, as an engine's
+            ``process_weights_after_loading``. It may change parameters in place, from what arrives alone;
+            `processed` of the result then names them. Parameters that it replaces by tensors of another shape
+            or dtype cannot be received again: the next call raises, naming the line. Without `only=`.
         group: whose ranks all call; None for the default group.
         timeout: seconds or timedelta for the whole call; None for the group's.
 
@@ -126,7 +132,7 @@ def record_destinations(
             if entries is None:
                 raise LayoutError("names_and_shapes is needed: the names and shapes of the checkpoint")
             recording = _record(model, load_of(model, load), entries, strict)
-            return _ended(recording._replace(skipped=_skipped(recording, [recording])), model, load)
+            return _ended(recording._replace(skipped=_skipped(recording, [recording])), model, load, after)
     try:
         parent = parent_group(group, _OP)
     except Exception as error:
@@ -139,7 +145,7 @@ def record_destinations(
             wrong = error
         agreement = _Agreement(Rounds(conversation(parent).rows, begin + limit))
         try:
-            return agreement.record(model, load, names_and_shapes, strict, wrong)
+            return agreement.record(model, load, names_and_shapes, strict, wrong, after)
         except MeshcastError as error:
             if error.op == OP:  # of the rows, which are those of calls that move tensors
                 error.args, error.op = (str(error).replace(OP, _OP), *error.args[1:]), _OP
@@ -162,7 +168,13 @@ class _Agreement:
         self._rounds = rounds
 
     def record(
-        self, model: Any, load: Load | None, names: Any, strict: bool, wrong: Exception | None
+        self,
+        model: Any,
+        load: Load | None,
+        names: Any,
+        strict: bool,
+        wrong: Exception | None,
+        after: Callable[[], object] | None,
     ) -> RecordedDestinations:
         entries = self._agreed_names(names, wrong)
         failure: Exception | None = None
@@ -189,9 +201,10 @@ class _Agreement:
         self._compare_dtypes(recording, failure)
         if failure is not None:
             raise failure
-        made = RecordedDestinations(recording._replace(skipped=skipped), model, found)
+        made = RecordedDestinations(Recording({}, {}, {}, (), (), {}, (), ()), None, None)
         failure = None
         try:
+            made = RecordedDestinations(recording._replace(skipped=skipped), model, found, after)
             made._place_constants()
         except Exception as error:
             failure = error
@@ -247,8 +260,10 @@ class _Agreement:
                     )
 
 
-def _ended(recording: Recording, model: Any, load: Load | None) -> RecordedDestinations:
-    made = RecordedDestinations(recording, model, load_of(model, load))
+def _ended(
+    recording: Recording, model: Any, load: Load | None, after: Callable[[], object] | None
+) -> RecordedDestinations:
+    made = RecordedDestinations(recording, model, load_of(model, load), after)
     made._place_constants()
     return made
 
@@ -451,13 +466,7 @@ class _Found:
         parameters = self._tensors
         if isinstance(self._model, torch.nn.Module):
             parameters = dict(self._model.named_parameters())
-        silent = [
-            name
-            for name, x in parameters.items()
-            if memory_of(x).numel()
-            and self._located.get(name) is not None
-            and self._located[name].memory not in self._links
-        ]
+        silent = [name for name, x in parameters.items() if memory_of(x).numel() and self._is_silent(name)]
         if silent:
             shown = ", ".join(map(repr, silent[:5])) + (
                 f" and {len(silent) - 5} more" if len(silent) > 5 else ""
@@ -466,6 +475,13 @@ class _Found:
                 f"the loader leaves {shown} as they are: the checkpoint has no such name, or the loader does "
                 "not find it; pass strict=False where that is meant"
             )
+
+    def _is_silent(self, name: str) -> bool:
+        """The loader has written nothing of the checkpoint to it, or put other values in its place."""
+        located = self._located.get(name)
+        if located is None:
+            return name in self._run.assigned
+        return located.memory not in self._links
 
     def _find(self) -> None:
         """The memory of each parameter, and its links."""
@@ -479,13 +495,20 @@ class _Found:
             if memory.name not in self._links and (memory.contents.links or memory.unknown):
                 self._keep(memory.name, memory, memory.contents.links)
         made: dict[int, str] = {}
-        for name, x in assigned.items():
+        for name, tensor in assigned.items():
+            x = memory_of(tensor)
             if not isinstance(x, RecordingTensor):
                 continue
             first = made.setdefault(x._inner.untyped_storage()._cdata, name)
             old = self._tensors.get(name)
             like = memory_of(old) if old is not None else None
             fits = like is not None and not like.is_meta and (like.shape, like.dtype) == (x.shape, x.dtype)
+            if isinstance(tensor, DTensor) and not fits:
+                raise LayoutError(
+                    f"the loader puts a DTensor whose part on this rank is {dtype_name(x.dtype)} "
+                    f"{tuple(x.shape)} where the model has {name!r}, which has no such memory; give a model "
+                    "that is not on the meta device, with the dtype that the loader makes"
+                )
             place = like if fits and like is not None else torch.empty(x.shape, dtype=x.dtype, device="meta")
             memory = Storage(place, x.dtype, name=first)
             device = str(like.device) if like is not None and not like.is_meta else "cpu"

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..base.boxes import Piece
 from ..base.checks import dtype_name, read_json
+from ..base.observe import log
 from ..base.wire import pack, unpack
 from ..errors import Caller, LayoutError, MeshcastError
 
@@ -29,14 +33,22 @@ __all__ = [
     "Recording",
     "bytes_of",
     "call_load",
+    "kind_of",
     "load_of",
+    "loader_line",
     "memory_of",
     "strides_of",
+    "tensors_in",
     "tensors_of",
 ]
 
+aten = torch.ops.aten
 _FORMAT = "meshcast.recorded/1"
 _OP = "RecordedDestinations"
+_REPLACED = (
+    "after= has put another tensor in its place, at {}; what repacks or quantises a parameter runs once: "
+    "send whole tensors to the engine's own reload, or quantise on the way (quantize=)"
+)
 Load = Callable[[Any], Any]
 
 
@@ -142,6 +154,8 @@ class RecordedDestinations:
             checkpoint arrive whole on this rank, in memory that a WeightSync keeps; then the loader gets
             these alone.
         skipped: names in the checkpoint that no rank's loader uses.
+        processed: {parameter: file:line} of `after` that changed it in place, or put another tensor in its
+            place, once values have arrived.
 
     Example, on the four ranks of ``torchrun --nproc-per-node 4``::
 
@@ -158,8 +172,13 @@ class RecordedDestinations:
         assert bool((model.weight == 1).all())
     """
 
-    def __init__(self, recording: Recording, model: Any, load: Load | None) -> None:
-        self._recording, self._model, self._load = recording, model, load
+    def __init__(
+        self, recording: Recording, model: Any, load: Load | None, after: Callable[[], object] | None = None
+    ) -> None:
+        if after is not None and not callable(after):
+            raise LayoutError(f"after is a {type(after).__name__}: expected a function without arguments")
+        self._recording, self._model, self._load, self._after = recording, model, load, after
+        self.processed: dict[str, str] = {}
 
     def __repr__(self) -> str:
         count = len(self)
@@ -193,9 +212,15 @@ class RecordedDestinations:
         Path(path).write_text(text)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: Any, load: Load | None = None) -> RecordedDestinations:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: Any,
+        load: Load | None = None,
+        after: Callable[[], object] | None = None,
+    ) -> RecordedDestinations:
         """Reads what `save` wrote, for a model of the same structure, and writes the loader's constants to
-        it. model, load: as for record_destinations. Calls no other rank.
+        it. model, load, after: as for record_destinations. Calls no other rank.
 
         Raises:
             LayoutError: a file of another format, or a model whose parameters are others.
@@ -208,7 +233,7 @@ class RecordedDestinations:
                 recording = unpack(Recording, json.dumps(read.get("recording")))
             except MeshcastError as error:
                 raise LayoutError(f"{path} cannot be read as a recording: {error}") from None
-            found = cls(recording, model, load_of(model, load))
+            found = cls(recording, model, load_of(model, load), after)
             found._place_constants()
             return found
 
@@ -241,12 +266,21 @@ class RecordedDestinations:
                 _assign(self._model, name, tensor)
             if tensor is None or not _same(tensor, located):
                 now = "gone" if tensor is None else _text(memory_of(tensor))
+                line = self.processed.get(name)
+                remedy = "record again" if line is None else _REPLACED.format(line)
                 raise LayoutError(
                     f"the parameter {name!r} is {now}, but was {located.shape}, "
                     f"{dtype_name(located.dtype)}, strides {located.strides} when its loader was recorded; "
-                    "record again"
+                    f"{remedy}"
                 )
         return {name: found[name] for name in self._recording.parameters}
+
+    def _results(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers once values have arrived, as `after` has left them."""
+        if self._after is None:
+            return self._tensors()
+        now = tensors_of(self._model)
+        return {name: now[name] for name in self._recording.parameters if name in now}
 
     def _memory(self) -> dict[str, torch.Tensor]:
         """The memory that values arrive in, each as one dimension."""
@@ -284,7 +318,10 @@ class RecordedDestinations:
 
     @torch.no_grad()
     def _finish(self, memory: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> None:
-        """Ends a transfer on this rank: copies what goes to two places, and gives the loader its tensors."""
+        """Ends a transfer on this rank: copies what goes to two places, gives the loader its tensors, and
+        calls `after`."""
+        if self._after is not None:
+            self._place_constants()  # it may have changed them
         for each in self._recording.again:
             source = memory[each.source].as_strided(each.sizes, each.strides, each.origin)
             memory[each.memory].as_strided(each.sizes, each.steps, each.first).copy_(source)
@@ -298,6 +335,34 @@ class RecordedDestinations:
             except Exception as error:
                 text = f"the loader failed on {sorted(whole)[:3]}: {type(error).__name__}: {error}"
                 raise MeshcastError(text) from error
+        if self._after is not None:
+            self._process(self._after)
+
+    def _process(self, after: Callable[[], object]) -> None:
+        """Calls it, and notes which parameters it changes, and where."""
+        before = {name: memory_of(x).untyped_storage()._cdata for name, x in self._tensors().items()}
+        try:
+            with _Writes() as writes:
+                after()
+        except Exception as error:
+            raise MeshcastError(f"after= failed: {type(error).__name__}: {error}") from error
+        now = tensors_of(self._model)
+        replaced = []
+        for name, storage in before.items():
+            x = now.get(name)
+            found = None if x is None else memory_of(x).untyped_storage()._cdata
+            if storage in writes.written:
+                self.processed[name] = writes.written[storage]
+            if found != storage:
+                self.processed[name] = writes.made.get(found or 0) or writes.written.get(found or 0, "after=")
+                if not _same(x, self._recording.parameters[name]):
+                    replaced.append(name)
+        if replaced:
+            first = replaced[0]
+            text = _REPLACED.format(self.processed[first])
+            log.warning(
+                "%d parameters cannot be received again, the first is %r: %s", len(replaced), first, text
+            )
 
 
 def load_of(model: Any, load: Load | None) -> Load | None:
@@ -373,3 +438,63 @@ def bytes_of(values: torch.Tensor) -> bytes:
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major ones."""
     return torch.empty(tuple(shape), device="meta").stride()
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def loader_line() -> str:
+    """file:line of the innermost frame that is neither torch's nor of this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_TORCH, _HERE, "<")):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?"
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments or results of an operation."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from tensors_in(each)
+
+
+@cache
+def kind_of(func: Any) -> str:
+    """The kind of an operation: "view", "write", or "new"."""
+    if any(arg.alias_info is not None and arg.alias_info.is_write for arg in func._schema.arguments):
+        return "write"
+    views = any(ret.alias_info is not None for ret in func._schema.returns)
+    return "view" if views or func in (aten._unsafe_view.default, aten.lift_fresh.default) else "new"
+
+
+class _Writes(TorchDispatchMode):
+    """The lines that write to memory in its block, with values. written: by storage, the first line; made: by
+    address of a result, the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: dict[int, str] = {}
+        self.made: dict[int, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        result = func(*args, **given)
+        kind = kind_of(func)
+        if kind == "write":
+            for at, arg in enumerate(func._schema.arguments):
+                if arg.alias_info is not None and arg.alias_info.is_write:
+                    for x in tensors_in(args[at] if at < len(args) else given.get(arg.name)):
+                        self.written.setdefault(x.untyped_storage()._cdata, loader_line())
+        elif kind == "new":
+            for x in tensors_in(result):
+                self.made[x.untyped_storage()._cdata] = loader_line()
+        return result

@@ -8,21 +8,28 @@ to the model.
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .recorded import kind_of, loader_line, tensors_in
 from .strided import Contents, Dim, IrregularError, Link, dims_of, numel
 
-__all__ = ["Entry", "Fill", "Storage", "Recorder", "RecordingTensor", "Unknown", "Unrecordable", "Literal"]
+__all__ = [
+    "Entry",
+    "Fill",
+    "Literal",
+    "Recorder",
+    "RecordingTensor",
+    "Storage",
+    "Unknown",
+    "Unrecordable",
+]
 
 aten = torch.ops.aten
 
@@ -101,21 +108,6 @@ def _entries_of(links: Iterable[Link]) -> frozenset[str]:
     return frozenset(found)
 
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-
-
-def loader_line() -> str:
-    """file:line of the innermost frame that is neither torch's nor of this package."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, _HERE, "<")):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "?"
-
-
 class RecordingTensor(torch.Tensor):
     """A tensor of the checkpoint, or what a loader makes of some, without values."""
 
@@ -142,7 +134,7 @@ class RecordingTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        recorder = next(x._recorder for x in _tensors((args, kwargs)) if isinstance(x, RecordingTensor))
+        recorder = next(x._recorder for x in tensors_in((args, kwargs)) if isinstance(x, RecordingTensor))
         return recorder.dispatch(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -152,17 +144,6 @@ class RecordingTensor(torch.Tensor):
         raise self._recorder.asks("its values, outside of torch", [self._inner])
 
     numpy = tolist = __array__ = __dlpack__ = data_ptr = _values
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
 
 
 def _changed(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
@@ -178,15 +159,6 @@ def _changed(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 def _inner(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._inner if isinstance(tensor, RecordingTensor) else tensor
-
-
-@cache
-def _kind(func: Any) -> str:
-    """The kind of an operation: "view", "write", or "new"."""
-    if any(arg.alias_info is not None and arg.alias_info.is_write for arg in func._schema.arguments):
-        return "write"
-    views = any(ret.alias_info is not None for ret in func._schema.returns)
-    return "view" if views or func in (aten._unsafe_view.default, aten.lift_fresh.default) else "new"
 
 
 _ASKING = {  # for values, so that no result can be made without them
@@ -239,9 +211,9 @@ class Recorder:
     # What follows is called by torch for each operation.
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         own = [x for x in given if isinstance(x, RecordingTensor)]
-        kind = _kind(func)
+        kind = kind_of(func)
         if kind == "view":
             made = func(*_changed(args, _inner), **_changed(kwargs, _inner))
             return _changed(made, lambda x: RecordingTensor(self, x, own[0].device)) if own else made
@@ -256,7 +228,7 @@ class Recorder:
             if not own and not any(self._recorded(x) for x in known):
                 # Of what the model held before: its values are there, but the real loader would find others.
                 made = func(*args, **kwargs)
-                for x in _tensors(made):
+                for x in tensors_in(made):
                     self._made(x, []).spoil("it is made of what the model held before", frozenset())
                 return made
             device = own[0].device if own else torch.device("cpu")
@@ -307,7 +279,7 @@ class Recorder:
                 raise self.asks(f"the result of {func}, which depends on values", given) from error
             raise
         entries = frozenset(name for x in given for name in self._entries(_inner(x)))
-        for x in _tensors(made):
+        for x in tensors_in(made):
             self._made(x, []).spoil(f"{func} makes new values", entries)
         return made
 
@@ -331,7 +303,7 @@ class Recorder:
             for at, arg in enumerate(func._schema.arguments)
             if arg.alias_info is not None and arg.alias_info.is_write
         ]
-        for x in _tensors(written):
+        for x in tensors_in(written):
             self._watch(x)
             self._spoil_region(_inner(x), f"{func} changes values", entries)
         return written[0] if len(written) == 1 else tuple(written)

@@ -1,30 +1,27 @@
 """The arguments of reshard_state_dict on one rank, checked, and its side of the call made of them; states
-that are read again at each call."""
+that are read again at each call, and those of a WeightSource."""
 
 from __future__ import annotations
 
-import gc
-import sys
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..base import checks
 from ..base.boxes import box_text, extents, read_boxes
 from ..base.values import CARRIED, carried, is_carried, not_carried
-from ..errors import LayoutError
+from ..errors import LayoutError, MeshcastError
 from ..layout import Box, Layout
 from ..planning.plan import STRATEGIES
 from ..spec import TensorSpec
 from ..transfers.block_scaled import SCHEMES, scheme_of
 from ..transfers.medium import own_obstacle
 from .compiled import source_of
-from .memory import check_outs, near, storage_of
+from .memory import Owner, check_outs, memory_key, near, owners_of, storage_of, tensor_of
 from .meshes import Family, check_lost, family_of, positive_placements, ranks_then, renumbered
 from .recorded import RecordedDestinations
 from .state_entries import (
@@ -44,7 +41,19 @@ from .tensor_map import TensorMap
 if TYPE_CHECKING:
     from ..topology import Topology
 
-__all__ = ["Current", "Given", "Place", "State", "StateCall", "checked_call", "places", "receiving"]
+__all__ = [
+    "Current",
+    "Given",
+    "Reading",
+    "SourcePass",
+    "SourceState",
+    "State",
+    "StateCall",
+    "WeightSource",
+    "checked_call",
+    "read_state",
+    "receiving",
+]
 
 Loaded = dict[str, list[tuple[Box, torch.Tensor]]]
 
@@ -125,11 +134,11 @@ class StateCall:
 
 def checked_call(rank: int, given: Given) -> StateCall:
     """Raises LayoutError for what is wrong by itself."""
-    state = _mapping("state_dict", given.state)
+    state = _mapping("state_dict", read_state(given.state, rank))
     recorded = given.destinations if isinstance(given.destinations, RecordedDestinations) else None
     destinations, outs = receiving(given.destinations, given.out)
-    layouts = _mapping("layouts", given.layouts)
-    reading = _Reading(rank, layouts, given.numbers)
+    layouts = {**getattr(state, "layouts", {}), **_mapping("layouts", given.layouts)}
+    reading = Reading(rank, layouts, given.numbers)
     maps = _maps(given.maps)
     selected, listed = (lambda _: True, ()) if given.only is None else _chosen("only", given.only)
     terms = _terms(given)
@@ -144,6 +153,10 @@ def checked_call(rank: int, given: Given) -> StateCall:
             wanted[name] = found._replace(quantize=quantize_of(name))
             if mesh is not None:
                 meshes[name] = (mesh, placements)
+    if recorded is not None and recorded._after is not None and given.only is not None:
+        raise LayoutError(
+            "only= with after= of record_destinations, which changes other parameters once more"
+        )
     landings = {} if recorded is None else recorded._landings
     landings = {name: landing for name, landing in landings.items() if selected(name)}
     for name, (device_type, dtype) in ({} if recorded is None else recorded._whole()).items():
@@ -218,35 +231,6 @@ def checked_call(rank: int, given: Given) -> StateCall:
     if recorded is not None:
         call = replace(call, recorded=recorded, memory=recorded._memory())
     return call
-
-
-class Place(NamedTuple):
-    """A destination by itself. mesh: of a result that is a DTensor."""
-
-    where: Layout
-    device_type: str
-    mesh: DeviceMesh | None
-    placements: tuple[Any, ...]
-
-    def layout(self, ndim: int) -> Layout:
-        """The layout of a tensor of so many dimensions."""
-        return (
-            self.where if self.mesh is None else Layout(self.mesh, positive_placements(self.placements, ndim))
-        )
-
-
-def places(destinations: Any, rank: int) -> dict[str, Place]:
-    """Returns the destinations of one rank that is in all of them. Raises LayoutError for others, and for
-    tensors to receive into."""
-    reading, found = _Reading(rank, {}), {}
-    for name, where in _mapping("destinations", destinations).items():
-        wanted, mesh, placements = reading.wanted(name, where, None, True)
-        if wanted.layout is None:
-            raise LayoutError(f"the destination of {name!r} is a tensor; give (mesh, placements) or a Layout")
-        if rank not in wanted.layout.ranks:
-            raise LayoutError(f"rank {rank} is not in the destination of {name!r}, {wanted.layout}")
-        found[name] = Place(wanted.layout, wanted.device_type, mesh, placements or ())
-    return found
 
 
 def receiving(destinations: Any, out: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -482,7 +466,7 @@ def _loaded(given: Any) -> Loaded:
     return found
 
 
-class _Reading:
+class Reading:
     """Reads entries for one rank, each distinct layout once."""
 
     def __init__(
@@ -604,19 +588,159 @@ def _given_layout(name: str, given: Any, value: torch.Tensor) -> tuple[Layout, t
     )
 
 
-State = Mapping[str, Any] | torch.nn.Module | Callable[[], Mapping[str, Any]]
+class WeightSource(Protocol):
+    """The weights of a trainer in the form that vLLM's engines take. `metadata` has name, shape and dtype of
+    each tensor of the model, on all ranks, and `owners`, `mesh_shape` and `placements` of those that not
+    every rank has. `iter_local` yields (name, shard) of what this rank owns, or `iter_full` (name, whole
+    tensor), in the order of `metadata`."""
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_Owner = tuple[weakref.ref[Any], str]  # an object, and its attribute or the name of its parameter or buffer
+    @property
+    def metadata(self) -> Sequence[Any]: ...
+
+
+class SourceState(dict[str, Any]):
+    """Tensors that a WeightSource has yielded. layouts: of shards, with the shapes of the whole tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layouts: dict[str, tuple[Layout, tuple[int, ...]]] = {}
+
+
+def read_state(given: Any, rank: int) -> Any:
+    """Returns what a WeightSource yields, as a state dict; anything else as it is."""
+    if isinstance(given, Mapping) or not _is_source(given):
+        return given
+    once = SourcePass(given, rank)
+    return once.take(once.metadata, last=True)
+
+
+def _is_source(given: Any) -> bool:
+    return not isinstance(given, torch.nn.Module) and any(
+        callable(getattr(given, each, None)) for each in ("iter_local", "iter_full")
+    )
+
+
+class SourcePass:
+    """One pass over a WeightSource on one rank. Tensors that do not fit its metadata are refused.
+
+    Attributes:
+        metadata: that of the source, of the tensors of all ranks.
+        whole: the source yields whole tensors alone. The first owner of each then holds it.
+
+    Raises LayoutError for metadata that are wrong by themselves, and what the source raises as a
+    MeshcastError.
+    """
+
+    def __init__(self, source: WeightSource, rank: int, everyone: Sequence[int] | None = None) -> None:
+        """everyone: the owners of tensors of which the metadata names none; None: all ranks that have a
+        source, as for plain tensors."""
+        self._rank, self._everyone = rank, everyone
+        self._layouts: dict[Any, Layout] = {}
+        try:
+            self.metadata = list(source.metadata)
+            known: Callable[[], bool] | None = getattr(source, "implements_iter_local", None)
+            local = callable(getattr(source, "iter_local", None)) if known is None else known()
+            self.whole = not local
+            pairs: Any = getattr(source, "iter_local" if local else "iter_full")()
+            self._pairs = iter(pairs)
+        except Exception as error:
+            raise self._failed("at its metadata", error) from error
+        names: set[str] = set()
+        for meta in self.metadata:
+            name = getattr(meta, "name", None)
+            if not isinstance(name, str) or name in names:
+                what = f"names {name!r} twice" if isinstance(name, str) else f"has {checks.shown(meta)}"
+                raise LayoutError(f"the metadata of the source {what}: expected a name, shape and dtype each")
+            names.add(name)
+
+    def owners(self, meta: Any) -> tuple[int, ...] | None:
+        found = getattr(meta, "owners", None)
+        found = self._everyone if found is None else found
+        return None if found is None else tuple(found)
+
+    def take(self, metadata: Sequence[Any], *, last: bool = False) -> SourceState:
+        """The next tensors, which are those of `metadata` that this rank owns. last: there are no more."""
+        state = SourceState()
+        for meta in metadata:
+            owners = self.owners(meta)
+            if owners is not None and self._rank not in owners:
+                continue
+            tensor = self._next(meta.name)
+            layout = None if owners is None else self._layout(meta, owners)
+            shape, dtype = checks.shape(meta.shape), checks.dtype(meta.dtype)
+            local = shape if layout is None or self.whole else layout.local_shapes(shape)[self._rank]
+            if isinstance(tensor, DTensor) or (tuple(tensor.shape), tensor.dtype) != (local, dtype):
+                kind = "a DTensor of " if isinstance(tensor, DTensor) else ""
+                raise LayoutError(
+                    f"the source yields {kind}{tensor.dtype} {tuple(tensor.shape)} for {meta.name!r}, where "
+                    f"its metadata gives rank {self._rank} {dtype} {local}"
+                )
+            if owners is None or not self.whole or self._rank == owners[0]:
+                state[meta.name] = tensor.detach()
+                if layout is not None:
+                    state.layouts[meta.name] = layout, shape
+        if last and (more := self._pull("at its end")) is not None:
+            raise LayoutError(f"the source yields {checks.shown(more[0])}, which is not in its metadata")
+        return state
+
+    def _next(self, expected: str) -> torch.Tensor:
+        pair = self._pull(f"before {expected!r}")
+        if pair is None:
+            raise LayoutError(
+                f"the source ended before {expected!r}, which its metadata gives rank {self._rank}"
+            )
+        name, tensor = pair
+        if name != expected or not isinstance(tensor, torch.Tensor):
+            found = checks.shown(name) if name != expected else f"no tensor for {name!r}"
+            raise LayoutError(f"the source yields {found} where its metadata has {expected!r}")
+        return tensor
+
+    def _pull(self, where: str) -> tuple[Any, Any] | None:
+        try:
+            pair = next(self._pairs, None)
+            return None if pair is None else (pair[0], pair[1])
+        except Exception as error:
+            raise self._failed(where, error) from error
+
+    def _failed(self, where: str, error: Exception) -> Exception:
+        if isinstance(error, MeshcastError):
+            return error
+        return MeshcastError(f"the source failed {where}: {type(error).__name__}: {error}")
+
+    def _layout(self, meta: Any, owners: tuple[int, ...]) -> Layout:
+        placements, mesh_shape = getattr(meta, "placements", None), getattr(meta, "mesh_shape", None)
+        key = (owners, mesh_shape, placements)
+        if self.whole or placements is None:
+            key = (owners[:1] if self.whole else owners, None, None)
+        if key not in self._layouts:
+            self._layouts[key] = self._read_layout(meta.name, *key)
+        return self._layouts[key]
+
+    def _read_layout(self, name: str, owners: tuple[int, ...], mesh_shape: Any, placements: Any) -> Layout:
+        read: list[Any] = [Replicate()] if placements is None else []
+        for each in placements or ():
+            kind = type(each).__name__  # torch's, or vLLM's own
+            if kind not in ("Shard", "Replicate"):
+                raise LayoutError(
+                    f"the metadata of the source has {name!r} under {each!r}: Shard and Replicate are known"
+                )
+            read.append(Shard(each.dim) if kind == "Shard" else Replicate())
+        mesh = checks.shape(mesh_shape or (len(owners),))
+        if torch.Size(mesh).numel() != len(owners):
+            raise LayoutError(f"the metadata of the source has {name!r} on a mesh {mesh} of ranks {owners}")
+        return Layout(torch.tensor(owners).view(mesh), read)
+
+
+State = Mapping[str, Any] | torch.nn.Module | WeightSource | Callable[[], Mapping[str, Any] | WeightSource]
 
 
 class Current:
     """A state that may get other memory between calls.
 
-    given: {name: entry}, a module, whose state_dict() is taken at each look, or a function that returns a
-    mapping, which is called at each look. Entries of a mapping that share the memory of a module's parameters
-    or buffers, as those of its state_dict() do, stand for these: where the module has its tensor in other
-    memory by now, the look finds that one. None: no entries.
+    given: {name: entry}, a module, whose state_dict() is taken at each look, a WeightSource, or a function
+    that returns a mapping or a source, which is called at each look. Entries of a mapping that share the
+    memory of a module's parameters or buffers, as those of its state_dict() do, stand for these: where the
+    module has its tensor in other memory by now, the look finds that one. None: no entries.
 
     Raises LayoutError for anything else.
     """
@@ -625,20 +749,24 @@ class Current:
         self._what, self.given = what, given
         self._entries: dict[str, Any] = {}  # of the mapping, as they were when it last changed
         self._memories: dict[str, Any] = {}
-        self._owners: dict[str, list[_Owner]] = {}
+        self._owners: dict[str, list[Owner]] = {}
         module = isinstance(given, torch.nn.Module)
         self._ask: Callable[[], Any] | None = None
         if module or (callable(given) and not isinstance(given, Mapping)):
             self._ask = given.state_dict if module else given
+        elif _is_source(given):
+            self._ask = lambda: given
         elif given is not None:
             self.look()
 
-    def look(self) -> Mapping[str, Any]:
-        """The state as it is now. Raises what the function raises, and LayoutError where it returns no
-        mapping."""
+    def look(self) -> Any:
+        """The state as it is now, for `read_state`. Raises what the function raises, and LayoutError where it
+        returns no state."""
         given = self.given if self._ask is None else self._ask()
         if given is None:
             return {}
+        if not isinstance(given, Mapping) and _is_source(given):
+            return given
         if not isinstance(given, Mapping):
             raise LayoutError(
                 f"{self._what} must be a mapping by name, a module or a function that returns a mapping, "
@@ -647,7 +775,7 @@ class Current:
         return given if self._ask is not None else self._followed(given)
 
     def _followed(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        memories = {name: _memory(x) for name, x in given.items() if isinstance(x, torch.Tensor)}
+        memories = {name: memory_key(x) for name, x in given.items() if isinstance(x, torch.Tensor)}
         # Only of entries that the user has changed: the owners of others may have moved since.
         changed = {
             name: memory
@@ -657,69 +785,15 @@ class Current:
         if changed or len(memories) < len(self._memories):
             self._entries, self._memories = {name: given[name] for name in memories}, memories
             kept = {n: own for n, own in self._owners.items() if n in memories and n not in changed}
-            self._owners = kept | _owners(self._entries, changed)
+            self._owners = kept | owners_of(self._entries, changed)
         moved = {}
         for name, owners in self._owners.items():
             plain = not isinstance(given[name], DTensor)
             for owner in owners:
-                tensor = _tensor_of(owner)
+                tensor = tensor_of(owner)
                 # A module has the whole parameters instead of FSDP2's shards now and then.
                 if tensor is not None and isinstance(tensor, DTensor) != plain:
-                    if _memory(tensor) != memories[name]:
+                    if memory_key(tensor) != memories[name]:
                         moved[name] = tensor.detach()
                     break
         return {**given, **moved} if moved else given
-
-
-def _tensor_of(owner: _Owner) -> torch.Tensor | None:
-    holder, name = owner[0](), owner[1]
-    if isinstance(holder, torch.nn.Module):
-        found: Any = holder._parameters.get(name)
-        found = holder._buffers.get(name) if found is None else found
-    else:
-        found = getattr(holder, name, None)
-    return found if isinstance(found, torch.Tensor) else None
-
-
-def _memory(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that are one piece of memory; None for those without memory of their own."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if type(local) not in _PLAIN or local.layout is not torch.strided:
-        return None
-    first = local.data_ptr()  # 0 without elements, and on the meta device
-    return (first, local.dtype, local.shape, local.stride()) if first else None
-
-
-def _owners(entries: Mapping[str, Any], memories: Mapping[str, Any]) -> dict[str, list[_Owner]]:
-    """Returns what has the entries' memory as its own, by name. Reads all objects of the process once."""
-    names: dict[Any, list[str]] = {}
-    for name, memory in memories.items():
-        if memory is not None:
-            names.setdefault(memory, []).append(name)
-    found: dict[str, list[_Owner]] = {}
-    if names:
-        for holder, attribute, tensor in _held():
-            for name in names.get(_memory(tensor), ()):
-                if isinstance(tensor, DTensor) == isinstance(entries[name], DTensor):
-                    found.setdefault(name, []).append((weakref.ref(holder), attribute))
-    return found
-
-
-def _held() -> Iterator[tuple[Any, str, torch.Tensor]]:
-    """The parameters and buffers of all modules, then the shards that FSDP2 keeps of parameters."""
-    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
-    kept = (fsdp.FSDPParam,) if fsdp is not None else ()
-    sharded = []
-    for each in gc.get_objects():
-        kind = type(each)  # isinstance() would ask proxies, which may do anything
-        if issubclass(kind, torch.nn.Module):
-            for tensors in (each.__dict__.get("_parameters"), each.__dict__.get("_buffers")):
-                for name, tensor in (tensors or {}).items():
-                    if isinstance(tensor, torch.Tensor):
-                        yield each, name, tensor
-        elif issubclass(kind, kept):
-            sharded.append(each)
-    for each in sharded:
-        tensor = getattr(each, "sharded_param", None)
-        if isinstance(tensor, torch.Tensor):
-            yield each, "sharded_param", tensor

@@ -36,6 +36,7 @@ __all__ = [
     "batches_of",
     "check_twins",
     "check_whole",
+    "grouped",
     "pieces_inside",
     "torn",
     "traveling",
@@ -231,22 +232,68 @@ def batches_of(
     options: PlanOptions,
     tensors: Mapping[str, torch.Tensor],
 ) -> list[Batch]:
-    """Returns batches of at most `limit` bytes, in the order of the targets. All moves of a target are in
-    one."""
+    """Returns batches of at most `limit` bytes, each of which one plan can list, in the order of the targets.
+    All moves of a target are in one."""
+    return [Batch(parent, moves, options, tensors) for moves in grouped(targets, limit)]
+
+
+def grouped(targets: Iterable[Target], limit: int | None) -> list[list[Move]]:
+    """The moves of each batch."""
     groups: list[list[Move]] = []
     size = 0  # of the last one
+    boxes = _Boxes()
     for target in targets:
         if not target.moves:
             continue
         more = sum(map(traveling, target.moves))
         joins = bool(groups) and groups[-1][-1].device_types == target.moves[0].device_types
-        if joins and (limit is None or size + more <= limit):
+        if joins and (limit is None or size + more <= limit) and boxes.take(target.moves):
             groups[-1] += target.moves
             size += more
         else:
+            boxes.clear()
+            boxes.take(target.moves)
             groups.append(list(target.moves))
             size = more
-    return [Batch(parent, moves, options, tensors) for moves in groups]
+    return groups
+
+
+# A plan lists so many boxes at most, and so many of tensors that differ: csrc/core/plan/stack.cpp, tasks.h.
+_MOST_BOXES, _MOST_APART = 1 << 21, 1 << 18
+
+
+class _Boxes:
+    """The boxes of a plan. Those of equal tensors are planned once, and listed for each."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Problem, int] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        self._kinds: set[Problem] = set()
+        self._all = self._apart = 0
+
+    def take(self, moves: Sequence[Move]) -> bool:
+        """Adds those of the moves. Returns False, and adds nothing, where a plan cannot have them as well."""
+        counted = [(move.problem, self._count(move.problem)) for move in moves]
+        new = {problem: count for problem, count in counted if problem not in self._kinds}
+        all_, apart = self._all + sum(count for _, count in counted), self._apart + sum(new.values())
+        if self._kinds and (all_ > _MOST_BOXES or apart > _MOST_APART):
+            return False
+        self._kinds.update(new)
+        self._all, self._apart = all_, apart
+        return True
+
+    def _count(self, problem: Problem) -> int:
+        """At least as many as there are, and just as many where both sides cut by dimensions."""
+        if problem not in self._counts:
+            shape, _, src, dst = problem
+            sides = [[box for box, _ in each._core(shape).tiles(shape)] for each in (src, dst)]
+            cells = 1
+            for dim in range(len(shape)):
+                cells *= len({box[dim][0] for boxes in sides for box in boxes})
+            self._counts[problem] = min(cells, len(sides[0]) * len(sides[1]))
+        return self._counts[problem]
 
 
 def traveling(move: Move) -> int:

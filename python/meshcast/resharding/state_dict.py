@@ -21,7 +21,7 @@ from ..layout import Layout
 from ..transfers.handle import Handle
 from .meshes import check_lost, lost_ranks
 from .recorded import RecordedDestinations
-from .state_arguments import Given
+from .state_arguments import Given, WeightSource
 from .state_entries import OP
 from .state_run import Memory, Repeated, ReshardedState, StateRun, conversation, started
 from .tensor_map import TensorMap
@@ -60,7 +60,7 @@ class StateOptions(TypedDict, total=False):
 
 @overload
 def reshard_state_dict(
-    state_dict: Mapping[str, Any] | None,
+    state_dict: Mapping[str, Any] | WeightSource | None,
     destinations: Mapping[str, Where] | RecordedDestinations | None = None,
     out: Mapping[str, torch.Tensor] | None = None,
     *,
@@ -73,7 +73,7 @@ def reshard_state_dict(
 ) -> ReshardedState: ...
 @overload
 def reshard_state_dict(
-    state_dict: Mapping[str, Any] | None,
+    state_dict: Mapping[str, Any] | WeightSource | None,
     destinations: Mapping[str, Where] | RecordedDestinations | None = None,
     out: Mapping[str, torch.Tensor] | None = None,
     *,
@@ -86,7 +86,7 @@ def reshard_state_dict(
     **options: Unpack[StateOptions],
 ) -> Handle[ReshardedState]: ...
 def reshard_state_dict(
-    state_dict: Mapping[str, Any] | None,
+    state_dict: Mapping[str, Any] | WeightSource | None,
     destinations: Mapping[str, Where] | RecordedDestinations | None = None,
     out: Mapping[str, torch.Tensor] | None = None,
     *,
@@ -120,7 +120,8 @@ def reshard_state_dict(
             sub-meshes hold under its name. A plain tensor is a copy on every rank that has the name. Tensors
             that are one (tied weights) travel once and are one again. None, bools, numbers, text, bytes, and
             lists, tuples and dicts of such come along to every rank, without a destination; ranks that
-            have one have the same.
+            have one have the same. Or a WeightSource, as vLLM's engines take, read once in this call: its
+            owners are global ranks.
         destinations: {name: (mesh, placements)}, or a Layout for a result that is a plain local tensor on the
             CPU, or (Layout, "cuda"). Or a tensor to receive into, as the state_dict() of a model has them: a
             DTensor lies where it lies, a plain tensor takes the whole tensor on every rank that names one.
@@ -276,7 +277,7 @@ class StateResharder:
 
     def run(
         self,
-        state_dict: Mapping[str, Any] | None = None,
+        state_dict: Mapping[str, Any] | WeightSource | None = None,
         out: Mapping[str, torch.Tensor] | None = None,
         *,
         version: int | None = None,
@@ -288,7 +289,7 @@ class StateResharder:
 
     def start(
         self,
-        state_dict: Mapping[str, Any] | None = None,
+        state_dict: Mapping[str, Any] | WeightSource | None = None,
         out: Mapping[str, torch.Tensor] | None = None,
         *,
         version: int | None = None,

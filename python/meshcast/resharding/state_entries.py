@@ -401,9 +401,14 @@ def check_holds(name: str, shape: tuple[int, ...], source: Layout, destination: 
     if not (source.by_boxes or destination.by_boxes):
         return
     try:
-        source._core(shape).check_holds(destination._core(shape), shape)
+        _check_holds(shape, source, destination)
     except LayoutError as error:
         raise LayoutError(f"{name!r}: {error}") from None
+
+
+@lru_cache(maxsize=1024)  # layers of a model have the same layouts
+def _check_holds(shape: tuple[int, ...], source: Layout, destination: Layout) -> None:
+    source._core(shape).check_holds(destination._core(shape), shape)
 
 
 class Sides:

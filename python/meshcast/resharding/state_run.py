@@ -43,7 +43,7 @@ from .compiled import as_dtensor, copied, tensor_spec
 from .memory import note_written
 from .meshes import positive_placements, scales_layout
 from .rows import Rounds, Rows, left
-from .state_arguments import Given, StateCall, checked_call, receiving
+from .state_arguments import Given, StateCall, checked_call, read_state, receiving
 from .state_background import Queue, Work
 from .state_batches import Batch, Digests, Kept, Known, check_twins, check_whole
 from .state_entries import (
@@ -272,7 +272,7 @@ class StateRun:
         call, targets, result = self.checked, known.agreed.targets, self.result
         self.targets = targets
         if call.recorded is not None:
-            result.update({**call.recorded._tensors(), **values})
+            result.update({**call.recorded._results(), **values})
             return result
         specs: dict[Any, DTensorSpec] = {}
         names = {}
@@ -558,7 +558,7 @@ class Repeated:
         self._given = given
         self._call: StateCall | None = None  # the last one of its kind, without its tensors
         self._key: Any = None
-        self._like: dict[str, Any] = {}  # of its entries, by their names in the state_dict
+        self._like: Any = None  # of its entries, by their names in the state_dict
         self._outs: dict[str, Any] = {}
         self._into: dict[str, Any] = {}  # outputs among the destinations
         self._kept: dict[int, Known] = {}  # by conversation: concurrent calls have their own
@@ -574,6 +574,11 @@ class Repeated:
     ) -> StateRun:
         """Returns one call, checked. memory: that it will arrive in. wrong: what was found wrong before. op:
         the public name of the call."""
+        if wrong is None:
+            try:
+                state = read_state(state, self._rank)
+            except Exception as error:
+                wrong = error
         given = replace(self._given, state=state, out=out)
         call = self._again(state, out) if wrong is None else None
         again = None if call is None else (call, self._key)
@@ -582,7 +587,7 @@ class Repeated:
             self._key, self._kept = run.key, {}
             # Weights that it has sent do not concern it any longer.
             self._call = replace(run.call, tensors={}, outs={}, memory={})
-            self._like = {old: likeness(x) for old, x in (state or {}).items() if not is_carried(x)}
+            self._like = _likenesses(state or {})
             self._outs = {name: _place(x) for name, x in run.call.outs.items()}
             self._into = receiving(self._given.destinations, None)[1]
         run.kept = self._kept
@@ -599,7 +604,7 @@ class Repeated:
             return None
         outs = {name: x for name, x in outs.items() if name in side.wanted}
         tensors = {old: x for old, x in state.items() if not is_carried(x)}
-        if {old: likeness(x) for old, x in tensors.items()} != self._like:
+        if _likenesses(state) != self._like:
             return None
         if {name: _place(x) for name, x in outs.items()} != self._outs:
             return None
@@ -613,6 +618,12 @@ class Repeated:
         except LayoutError:
             return None
         return replace(call, side=side._replace(carried=values), tensors=sent, outs=outs, memory=memory)
+
+
+def _likenesses(state: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Equal for states of the same description, a WeightSource's with the layouts of its shards."""
+    entries = {old: likeness(x) for old, x in state.items() if not is_carried(x)}
+    return entries, getattr(state, "layouts", None)
 
 
 def likeness(x: Any) -> Any:

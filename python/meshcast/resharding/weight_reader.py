@@ -43,11 +43,14 @@ from ..layout import Layout
 from ..transfers.digest import added, box_digest
 from .compiled import as_dtensor, tensor_spec
 from .meeting import Meeting
-from .state_arguments import places
+from .meshes import positive_placements
+from .state_arguments import Reading
 from .state_background import behind
 from .state_entries import ReshardedState, Target, local_of, names_text
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from .state_dict import Where
     from .weight_buffers import Buffers
 
@@ -391,6 +394,37 @@ class _Newest(NamedTuple):
     ranks: int
 
 
+class _Place(NamedTuple):
+    """A destination by itself. mesh: of a result that is a DTensor."""
+
+    where: Layout
+    device_type: str
+    mesh: DeviceMesh | None
+    placements: tuple[Any, ...]
+
+    def layout(self, ndim: int) -> Layout:
+        """The layout of a tensor of so many dimensions."""
+        return (
+            self.where if self.mesh is None else Layout(self.mesh, positive_placements(self.placements, ndim))
+        )
+
+
+def _places(destinations: Mapping[str, Any], rank: int) -> dict[str, _Place]:
+    """Returns the destinations of one rank that is in all of them. Raises LayoutError for others, and for
+    tensors to receive into."""
+    if not isinstance(destinations, Mapping):
+        raise LayoutError(f"destinations {checks.shown(destinations)}: expected a mapping by name")
+    reading, found = Reading(rank, {}), {}
+    for name, where in destinations.items():
+        wanted, mesh, placements = reading.wanted(name, where, None, True)
+        if wanted.layout is None:
+            raise LayoutError(f"the destination of {name!r} is a tensor; give (mesh, placements) or a Layout")
+        if rank not in wanted.layout.ranks:
+            raise LayoutError(f"rank {rank} is not in the destination of {name!r}, {wanted.layout}")
+        found[name] = _Place(wanted.layout, wanted.device_type, mesh, placements or ())
+    return found
+
+
 class WeightReader:
     """Versions of a model's weights for a process outside the group of a `WeightSync`, from ranks that have
     received them: an engine that has restarted, one that was added, an evaluation.
@@ -455,7 +489,7 @@ class WeightReader:
             self._rank = checks.integer("rank", rank, 0, (1 << 31) - 2)
             self._limit = seconds(timeout, 60.0)
             self._digest = bool(digest)
-            self._where = places(destinations, self._rank)
+            self._where = _places(destinations, self._rank)
         self._store = store
         self._questions = _Questions(store)
         with Caller(_OP):
@@ -558,9 +592,6 @@ class WeightReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        return f"<{_OP} of {len(self._where)} names, version {self.version}>"
 
     def _checked(self, what: str, version: int | None) -> int:
         forks.check(self._fork_count, f"{_OP}.{what}")
