@@ -348,8 +348,10 @@ def narrowed(value: Any, dim: int, begin: int, size: int) -> Any:
     of samples, none included."""
     if not isinstance(value, BlockMask):
         return value.narrow(dim, begin, size)
-    begin, size = (begin, size) if size else (0, 1)
-    return _mask_of(value, slice(begin, begin + size), lambda b: b + begin)
+    if not size:
+        # No sum: torch.vmap cannot add to a batch of none, which torch 2.11 does not show on fake tensors.
+        return _mask_of(value, slice(0, 1), lambda b: torch.zeros((), dtype=b.dtype, device=b.device))
+    return value if _has_one_row(value) else _mask_of(value, slice(begin, begin + size), lambda b: b + begin)
 
 
 def picked(value: Any, dim: int, index: torch.Tensor) -> Any:
@@ -357,13 +359,15 @@ def picked(value: Any, dim: int, index: torch.Tensor) -> Any:
     if not isinstance(value, BlockMask):
         return value.index_select(dim, index.to(value.device))
     index = index.to(value.kv_num_blocks.device)
-    return _mask_of(value, index, lambda b: index[b])
+    return value if _has_one_row(value) else _mask_of(value, index, lambda b: index[b])
+
+
+def _has_one_row(mask: BlockMask) -> bool:
+    return mask.kv_num_blocks.shape[0] == 1
 
 
 def _mask_of(mask: BlockMask, rows: Any, row_of: Any) -> BlockMask:
     """Cuts a mask as torch.distributed.pipelining does: mask_mod sees the row that it was made for."""
-    if mask.kv_num_blocks.shape[0] == 1:
-        return mask
     made_for = mask.mask_mod
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

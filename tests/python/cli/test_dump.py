@@ -21,9 +21,11 @@ HANDLER = "signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b'handled\\n'))"
 BEFORE = f"import sys, os, signal; {HANDLER}; import meshcast; {READY}"
 AFTER = f"import sys, os, signal; import meshcast; {HANDLER}; {READY}"
 IGNORES = f"import sys, os, signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN); import meshcast; {READY}"
-# Its child has what listens in the parent, until it has closed that.
+# Its child has what listens in the parent, until it has closed that. Python 3.12 warns where a process with
+# threads forks, which would be the first line.
 FORKS = f"""
-import os, sys, meshcast
+import os, sys, warnings, meshcast
+warnings.simplefilter("ignore", DeprecationWarning)
 if os.fork() == 0:
     {READY}
     os._exit(0)

@@ -28,7 +28,7 @@ from meshcast.pipelining import (
 from meshcast.pipelining.action import ScheduleError
 from meshcast.pipelining.data_parallel import shared_parameters_of
 from meshcast.pipelining.inference import Probe
-from meshcast.pipelining.microbatch import local_shard
+from meshcast.pipelining.microbatch import divided, local_shard
 from meshcast.pipelining.parallel import (
     Inferred,
     LocalValue,
@@ -44,6 +44,7 @@ from meshcast.pipelining.wiring import ShapesReport, report_outputs
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
+from torch.nn.attention.flex_attention import create_block_mask
 
 CPU = torch.device("cpu")
 # Not in every release: since torch 2.12, and the last since 2.13.
@@ -248,6 +249,16 @@ def test_local_shards_follow_torch_chunk(size: int, parts: int) -> None:
         mesh = StageMesh(torch.arange(parts), rank)
         assert torch.equal(local_shard(whole, mesh, (Shard(1),)), chunks[rank])
         assert torch.equal(local_shard(whole, mesh, (Replicate(),)), whole)
+
+
+def test_a_part_of_a_mask_without_samples_is_asked_about_none() -> None:
+    seen = torch.tensor([3, 5, 1])
+    mask = create_block_mask(lambda b, _, __, k: k < seen[b], 3, None, 8, 8, device="cpu", BLOCK_SIZE=4)
+    for part in divided(mask, 0, [2, 1, 0]):  # as micro-batches
+        *_, none = divided(part, 0, [part.kv_num_blocks.shape[0], 0])  # as ranks
+        asked = torch.vmap(none.mask_mod, (0, None, None, None))
+        assert asked(torch.arange(0), *torch.arange(3)).shape == (0,)
+        assert none.kv_num_blocks.shape[0] == 1
 
 
 def test_local_shards_on_two_dimensions() -> None:
