@@ -16,8 +16,9 @@ struct Stack {
   Problem problem;               // the planned one: `stacked` if there are several tensors
 };
 
-// One stack for each kind of tensor, in the order of their first ones. Tensors whose layouts list boxes, or
-// that have the most dimensions allowed, are not stacked. Throws LayoutError if a problem is invalid.
+// One stack for each kind of tensor, in the order of their first ones. Tensors that have the most dimensions
+// allowed, or whose boxes lie in local tensors that do, are not stacked. Throws LayoutError if a problem is
+// invalid.
 std::vector<Stack> stack_alike(const std::vector<Problem>& problems);
 
 std::vector<Problem> stacked_problems(const std::vector<Stack>& stacks);
