@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from types import SimpleNamespace
 
 import meshcast
 import pytest
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from meshcast import Layout
 from meshcast.resharding.weight_reader import Offering
 from meshcast.transfers.digest import values_digest
-from multiproc.meshes import quiet_mesh
+from multiproc.meshes import quiet_mesh, sharded
+from multiproc.oracle import unique_fill
 from multiproc.own_threads import left_running
 from multiproc.weight_job import Job, raises, values
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -333,6 +335,86 @@ def overwritten_between_offer_and_transfer(context) -> None:
     job.done()
 
 
+def served_as(job, version: int) -> dict[str, torch.Tensor]:
+    """The bytes of the tensors of the version that rank 2 serves, on all ranks."""
+    full = [None]
+    if job.rank == 2:
+        full = [{name: x.to_local().view(torch.uint8).clone() for name, x in job.sync.state.items()}]
+        assert job.sync.version == version
+    dist.broadcast_object_list(full, 2)
+    return full[0]
+
+
+def other_kinds_of_versions(context) -> None:
+    """Values of block-scaled types with their scales, casts, and versions that arrived as changes."""
+    for kind, options in (
+        ("scaled", {"quantize": {"q": "mxfp8"}}),
+        ("cast", {"dtype": torch.bfloat16}),
+        ("changes", {"delta": True}),
+    ):
+        readers = dist.PrefixStore(f"{context.case} {kind}", context.store)
+        reads = context.rank == READER
+        job = None
+        if not reads:
+            mesh, serving = quiet_mesh(TRAINERS), quiet_mesh([2])
+            held = {"q": sharded(torch.zeros(66, 96), mesh, [Shard(0)], context.rank)}
+            trains = context.rank in TRAINERS
+            where = {"q": (serving, [Replicate()])}
+            sync = meshcast.WeightSync(
+                held if trains else None, where, group=inner_group(), readers=readers, **options
+            )
+            job = SimpleNamespace(rank=context.rank, sync=sync)
+            for version in (1, 2):
+                if trains:
+                    held["q"].to_local()[: version + 1, 3:].normal_()
+                    sync.push(version)
+                elif context.rank == 2:
+                    assert sync.pull(version) == version
+        context.wait_for_all(f"{kind} pushed")
+        full = served_as(job or SimpleNamespace(rank=context.rank), 2)
+        if reads:
+            where = {name: Layout([0, 1, 2], [Shard(0)]) for name in full}
+            parts = []
+            for rank in range(3):
+                reader = meshcast.WeightReader(readers, where, rank=rank, timeout=20.0, digest=True)
+                assert reader.pull() == 2
+                parts.append(reader.state)
+            for name, x in full.items():
+                found = torch.cat([part[name].view(torch.uint8) for part in parts])
+                assert torch.equal(found, x), (kind, name)
+            assert len(full) == (2 if kind == "scaled" else 1)
+        context.wait_for_all(f"{kind} read")
+        if not reads:
+            job.sync.close()
+
+
+def engines_with_other_cuts(context) -> None:
+    """Two engines that serve one name in two cuts: the parts come from both."""
+    readers = dist.PrefixStore(context.case, context.store)
+    full = unique_fill((7, 5), torch.float32, 1)
+    sync = None
+    if context.rank != READER:
+        engine = {2: (quiet_mesh([2]), [Replicate()]), 3: (quiet_mesh([3]), [Replicate()])}
+        held = {"w": sharded(full, quiet_mesh(TRAINERS), [Shard(0)], context.rank)}
+        wants = {3: {"w": Layout.from_boxes({3: [((0, 7), (1, 4))]})}}.get(context.rank, {"w": engine[2]})
+        sync = meshcast.WeightSync(
+            held if context.rank in TRAINERS else None, wants, group=inner_group(), readers=readers
+        )
+        if context.rank in TRAINERS:
+            sync.push(1)
+        else:
+            assert sync.pull(1) == 1
+    context.wait_for_all("pushed")
+    if context.rank == READER:
+        reader = meshcast.WeightReader(readers, {"w": Layout([0], [Replicate()])}, rank=0, timeout=20.0)
+        assert reader.pull() == 1
+        assert torch.equal(reader.state["w"], full)
+        assert reader.manifest(digest=True).tensors["w"].digest == values_digest(full)
+    context.wait_for_all("read")
+    if sync is not None:
+        sync.close()
+
+
 def wrong_arguments(context) -> None:
     """Typed, at once, before a byte moves; the reader and those that serve stay in use."""
     job = Outside(context)
@@ -425,6 +507,8 @@ CASES = [
     two_jobs_on_one_store,
     far_behind,
     overwritten_between_offer_and_transfer,
+    other_kinds_of_versions,
+    engines_with_other_cuts,
     wrong_arguments,
     nothing_is_left,
     one_buffer,

@@ -198,12 +198,12 @@ class Offering:
         buffers: Buffers,
         rank: int,
         ranks: Iterable[int],
-        identity: Callable[[], str],
+        job: str,
     ) -> None:
-        """buffers: whose newest whole version is offered. ranks: of the group. identity(): the same on all
-        ranks of one WeightSync; uses its store."""
+        """buffers: whose newest whole version is offered. ranks: of the group. job: the same on all ranks of
+        one WeightSync, and larger than that of an earlier one."""
         self._questions = _Questions(store)
-        self._identity = identity
+        self._job = job
         self._fork_count = forks.count
         self._store = store
         self._buffers, self._rank, self._ranks = buffers, rank, max(ranks) + 1
@@ -221,7 +221,6 @@ class Offering:
             self._contact = Contact(limit)
 
         def enter() -> int:
-            self._job = self._identity()
             self._questions.store.add("offering", 1)
             return int(self._questions.store.add("asked", 0)) + 1
 

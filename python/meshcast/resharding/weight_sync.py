@@ -444,7 +444,15 @@ class WeightSync:
         self._buffers = Buffers(count, parent.rank)
         self._limit, self._one = limit, count == 1
         self._side = _Side(twin, barrier, given, state, out, self._buffers, limit)
-        self._side.ask(lambda: barrier.open(state is not None), limit, "connecting with the rendezvous store")
+        job = f"{time.time_ns():020} {os.urandom(8).hex()}"
+
+        def connect() -> None:
+            nonlocal job
+            barrier.open(state is not None)
+            if readers is not None:  # no other thread uses the barrier yet
+                job = barrier.agreed("job of readers", job)
+
+        self._side.ask(connect, limit, "connecting with the rendezvous store")
         try:
             if wrong is not None:
                 raise wrong
@@ -454,8 +462,7 @@ class WeightSync:
             if receives and readers is not None:
                 from .weight_reader import Offering
 
-                identity = partial(barrier.agreed, "readers", f"{time.time_ns():020} {os.urandom(8).hex()}")
-                self._offering = Offering(readers, self._buffers, parent.rank, parent.ranks, identity)
+                self._offering = Offering(readers, self._buffers, parent.rank, parent.ranks, job)
                 self._offering.start(torch.cuda.current_stream() if on_gpu else None, limit)
         except MeshcastError as error:
             self._side.end(PlanMismatchError, f"rank {parent.rank} refused its arguments: {error}", error)
