@@ -474,6 +474,7 @@ def a_version_changes_while_the_next_is_made_of_it(context) -> None:
         kind, text = MeshcastError, "'b' of the version before was changed in place"
     else:
         kind, text = PlanMismatchError, f"rank {last} could not take part"
+    job.meet("ready")  # a push may begin on a rank's own thread
     raises(kind, text, lambda: (job.sync.push if job.trains else job.sync.pull)(job.version))
     state_delta.Delta.run = original
     job.meet("changed")

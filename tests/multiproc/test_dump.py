@@ -31,7 +31,7 @@ def meshcast(*arguments: str) -> str:
 
 def test_a_stuck_job(tmp_path: Path) -> None:
     # Longer than ranks wait for each other to start: a line for that would hold back the next for as long.
-    environment = {**ENVIRONMENT, "MESHCAST_WAIT_NOTICE": "3", "TMPDIR": str(tmp_path)}
+    environment = {**ENVIRONMENT, "MESHCAST_WAIT_NOTICE": "8", "TMPDIR": str(tmp_path)}
     environment.pop("MESHCAST_FLIGHT_RECORD", None)
     job = start(command(JOB, "absent", ranks=3), environment)
     try:

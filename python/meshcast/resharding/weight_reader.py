@@ -403,9 +403,8 @@ class _Place(NamedTuple):
 
     def layout(self, ndim: int) -> Layout:
         """The layout of a tensor of so many dimensions."""
-        return (
-            self.where if self.mesh is None else Layout(self.mesh, positive_placements(self.placements, ndim))
-        )
+        placements = positive_placements(self.placements, ndim)
+        return self.where if self.mesh is None else Layout(self.mesh, placements)
 
 
 def _places(destinations: Mapping[str, Any], rank: int) -> dict[str, _Place]:
@@ -591,6 +590,9 @@ class WeightReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        return f"<{_OP} of {len(self._where)} names, version {self.version}>"
 
     def _checked(self, what: str, version: int | None) -> int:
         forks.check(self._fork_count, f"{_OP}.{what}")

@@ -8,13 +8,13 @@ import time
 import pytest
 from meshcast.errors import AbortedError, DeadlineExceededError, MeshcastError, PlanMismatchError
 from meshcast.resharding.state_run import ReshardedState
-from meshcast.resharding.weight_sync import Buffer, Buffers, WeightStats
+from meshcast.resharding.weight_buffers import Buffer, Buffers, WeightStats
 
 
 def arrives(buffers: Buffers, version: int) -> Buffer:
     buffer = buffers.claim()
     buffers.tear(buffer)
-    buffers.fill(buffer, ReshardedState(), WeightStats(version, 0, 0, 0.0, 0.0))
+    buffers.fill(buffer, ReshardedState(), {}, WeightStats(version, 0, 0, 0.0, 0.0))
     return buffer
 
 
