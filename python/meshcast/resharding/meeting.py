@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -42,9 +41,9 @@ class Meeting:
         contacts: Mapping[int, str] | None = None,
     ) -> None:
         self.rank, self.size = rank, len(ranks)
-        connect = (
-            partial(dist.PrefixStore, name, store()) if callable(store) else StoreConnection(store, name)
-        )
+        opened = store if callable(store) else None
+        # Not opened here: a store that does not answer is the concern of whoever waits with a limit.
+        connect = StoreConnection(store, name) if opened is None else lambda: dist.PrefixStore(name, opened())
         self._parent = ParentGroup(ranks, rank, limit, name, connect)
         self._parent.expect(contacts or {})
 
