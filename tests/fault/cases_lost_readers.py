@@ -73,11 +73,10 @@ def has_ended(pid: int) -> bool:
 
 
 def fails_in_the_middle(context) -> None:
-    """The next time that this rank takes part in reading; the others have begun."""
+    """The next time that this rank takes part in reading: it is chosen, or has chosen."""
 
     def move(*_, **__):
         context.say("failing")
-        time.sleep(0.3)
         fail()
 
     if FAULT == "offering":

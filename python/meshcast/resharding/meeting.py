@@ -42,7 +42,7 @@ class Meeting:
     ) -> None:
         self.rank, self.size = rank, len(ranks)
         opened = store if callable(store) else None
-        # Not opened here: a store that does not answer is the concern of whoever waits with a limit.
+        # Not opened here: a store that does not answer is the concern of the call that waits, with its limit.
         connect = StoreConnection(store, name) if opened is None else lambda: dist.PrefixStore(name, opened())
         self._parent = ParentGroup(ranks, rank, limit, name, connect)
         self._parent.expect(contacts or {})

@@ -167,13 +167,18 @@ class _Questions:
 
     def close(self, number: int) -> None:
         """The question is answered. Its keys are erased later: ranks may be about to read them."""
-        self.store.set(f"ask/{number}", "")
-        if number % _SWEEP == 0 and hasattr(self.store, "list_keys"):
-            for key in self.store.list_keys():
-                parts = key.split("/")
-                numbered = [int(part) for part in parts[:2] if part.isdigit()]
-                if numbered and numbered[0] <= number - _KEPT:
-                    self.store.delete_key(key)
+        store, old = self.store, number - _KEPT
+        store.set(f"ask/{number}", "")
+        if old < 1:
+            return
+        keys = [f"{name}/{old}" for name in ("ask", "offers", "meet")]
+        for at in range(int(store.add(f"offers/{old}", 0))):
+            keys += [f"offer/{old}/{at + 1}", f"sums/{old}/{at + 1}"]
+        if number % _SWEEP == 0 and hasattr(store, "list_keys"):  # those of meetings, by number
+            firsts = {key: key.partition("/")[0] for key in store.list_keys()}
+            keys += [key for key, first in firsts.items() if first.isdigit() and int(first) <= old]
+        for key in keys:
+            store.delete_key(key)
 
     def heard(self, key: str) -> str | None:
         return self.store.get(key).decode() if self.store.check([key]) else None
@@ -488,7 +493,6 @@ class WeightReader:
             self._limit = seconds(timeout, 60.0)
             self._digest = bool(digest)
             self._where = _places(destinations, self._rank)
-        self._store = store
         self._questions = _Questions(store)
         with Caller(_OP):
             self._contact = Contact(self._limit)
@@ -606,6 +610,10 @@ class WeightReader:
         limit = max(deadline - time.monotonic(), 0.0) + _GRACE
         return within(limit, call, "asking for weights", Caller(_OP, phase="agree"))
 
+    def _late(self, text: str, elapsed: float) -> DeadlineExceededError:
+        caller = Caller(_OP, phase="wait")
+        return caller.error(DeadlineExceededError, text, elapsed=elapsed, limit=self._limit)
+
     def _find(self, least: int, deadline: float) -> _Newest:
         """Asks until a version is offered."""
         begin, answers = time.monotonic(), 0
@@ -618,12 +626,7 @@ class WeightReader:
             if now >= deadline:
                 what = "any version" if not least else f"version {least} or a newer one"
                 why = f"{answers} ranks have answered, and have none" if answers else "no rank has answered"
-                raise Caller(_OP, phase="wait").error(
-                    DeadlineExceededError,
-                    f"waited {now - begin:.1f} s for {what}: {why}",
-                    elapsed=now - begin,
-                    limit=self._limit,
-                )
+                raise self._late(f"waited {now - begin:.1f} s for {what}: {why}", now - begin)
             if now_answered:  # else it has waited for them
                 time.sleep(min(_AGAIN, deadline - now))
 
@@ -790,10 +793,6 @@ class WeightReader:
 
         whole_version = self._within(gather, deadline)
         if whole_version is None:
-            raise Caller(_OP, phase="wait").error(
-                DeadlineExceededError,
-                f"waited {self._limit:.1f} s for digests of version {found.version}",
-                elapsed=self._limit,
-                limit=self._limit,
-            )
+            text = f"waited {self._limit:.1f} s for digests of version {found.version}"
+            raise self._late(text, self._limit)
         return sums if whole_version else None
