@@ -594,7 +594,7 @@ def forget_figures() -> None:
 def _offered_figures() -> MachineFigures | None:
     # Without a file NVML is not asked, which may take long.
     folder = settings.figures_folder()
-    if folder is None or not any(folder.glob("gpu-*.json")):
+    if folder is None or not _may_have_figures(folder):
         return None
     machine = settings.gpu_machine()
     if machine is None:
@@ -610,6 +610,13 @@ def _offered_figures() -> MachineFigures | None:
     return MachineFigures(settings.visible_gpus(machine), settings.CUDA_TRANSPORT.text(), brief)
 
 
+def _may_have_figures(folder: Path) -> bool:
+    try:
+        return any(folder.glob("gpu-*.json"))
+    except OSError:  # as where this user may not enter it: stored_figures says why
+        return True
+
+
 def figures_file(machine: settings.GpuMachine) -> Path | None:
     """Place of a machine's figures; None where none are kept. Machines that share a home folder have a file
     each."""
@@ -621,8 +628,12 @@ def figures_file(machine: settings.GpuMachine) -> Path | None:
 def stored_figures(machine: settings.GpuMachine) -> tuple[dict[str, GpuFigures], str]:
     """Figures of this machine by slot, and why some that are there are ignored; empty where none are."""
     path = figures_file(machine)
-    if path is None or not path.exists():
-        return {}, ""
+    try:
+        if path is None or not path.exists():
+            return {}, ""
+    except OSError as error:
+        named = settings.GPU_FIGURES.name
+        return {}, f"{path}: {error.strerror}; let {named} name another folder, or {settings.NOWHERE}"
     try:
         reader = Reader(read_json(path, "figures"), "figures")
         reader.expect_format(_FIGURES_FORMAT)

@@ -184,6 +184,23 @@ def test_what_cannot_be_read_or_written_is_no_error(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("folder")
+def test_a_folder_that_cannot_be_entered_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """As the home folder of root is for others; root itself has no such folder, but for names like this."""
+    place = tmp_path / ("long" * 100)
+    monkeypatch.setenv("MESHCAST_GPU_FIGURES", str(place))
+    slots, why = stored_figures(MACHINE)
+    assert slots == {} and "File name too long; let MESHCAST_GPU_FIGURES name another folder, or none" in why
+    with caplog.at_level(logging.WARNING, "meshcast"):
+        assert topology.known_figures() is None
+        topology.forget_figures()
+        assert topology.known_figures() is None
+    assert len(caplog.messages) == 1 and str(place) in caplog.messages[0]
+    assert keep_figures(MACHINE, "nccl", FIGURES).endswith(": File name too long")
+
+
+@pytest.mark.usefixtures("folder")
 def test_nobody_asks_nvml_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = mock.Mock(return_value=MACHINE)
     monkeypatch.setattr(settings, "gpu_machine", asked)
