@@ -575,20 +575,22 @@ def _visible_to(ranks: Sequence[int], offers: Mapping[int, MachineFigures | None
     return len({gpu for each in seen for gpu in each})
 
 
-_known: list[MachineFigures | None] = []  # of this process, once it has looked
+_known: list[MachineFigures | None] = []  # of this process, once it has looked; another one once that is old
 _noted: set[str] = set()  # why figures were ignored: one line for each
 
 
 def known_figures() -> MachineFigures | None:
     """Figures that this process offers to others; the file is read once, and after `keep_figures`."""
-    if not _known:
-        _known.append(_offered_figures())
-    return _known[0]
+    known = _known
+    if not known:
+        known.append(_offered_figures())
+    return known[0]
 
 
 def forget_figures() -> None:
-    """Has the next group read the file again."""
-    _known.clear()
+    """Has the next group read the file again, also where another thread is about to know the old one."""
+    global _known
+    _known = []
 
 
 def _offered_figures() -> MachineFigures | None:

@@ -200,6 +200,28 @@ def test_a_folder_that_cannot_be_entered_is_no_error(
     assert keep_figures(MACHINE, "nccl", FIGURES).endswith(": File name too long")
 
 
+def test_figures_that_were_read_before_a_measurement_are_not_taken_after_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group meets in a thread of its own while another measures."""
+    keep_figures(MACHINE, "nccl", FIGURES)
+    offered = topology._offered_figures
+
+    def meanwhile_measured() -> MachineFigures | None:
+        found = offered()
+        keep_figures(MACHINE, "nccl", replace(FIGURES, local_rate=7))
+        topology.forget_figures()
+        return found
+
+    monkeypatch.setattr(topology, "_offered_figures", meanwhile_measured)
+    before = topology.known_figures()
+    assert before is not None and before.slots["nccl"].local_rate == FIGURES.local_rate
+    monkeypatch.setattr(topology, "_offered_figures", offered)
+    after = topology.known_figures()
+    assert after is not None and after.slots["nccl"].local_rate == 7
+    assert folder.is_dir()
+
+
 @pytest.mark.usefixtures("folder")
 def test_nobody_asks_nvml_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = mock.Mock(return_value=MACHINE)
