@@ -4,6 +4,7 @@ ranks of different files plan equally. Five ranks, each on a host of its choice.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import tempfile
@@ -316,6 +317,34 @@ def what_is_wrong_on_one_rank_is_raised_on_all(context) -> None:
     call(LayoutError, "the meshes are on cuda, but", device="cuda")
 
 
+def what_goes_wrong_meanwhile_on_one_rank_is_raised_on_all(context) -> None:
+    """Its memory runs out between two transfers, or its GPU fails in one."""
+    full, lost = torch.OutOfMemoryError("no room: CUDA out of memory"), RuntimeError("no room: lost")
+    before = {*parent_group(None, "test")._twins}
+    for name, number, error in (("_shard", 7, full), ("_shard", 15, full), ("Event", 5, lost)):
+        left = number
+
+        def failing(*arguments, real, error=error, **options):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise error
+            return real(*arguments, **options)
+
+        with gpus(context, "aabbb", "01012", machine(3)):
+            where = torch.cuda if name == "Event" else measure_module
+            broken = functools.partial(failing, real=getattr(where, name))
+            with (
+                mock.patch.object(where, name, broken) if context.rank == 1 else contextlib.nullcontext(),
+                pytest.raises((MeshcastError, type(error)), match="no room: ") as raised,
+            ):
+                meshcast.measure_topology(seconds=SECONDS, device="cuda")
+            assert raised.value is error or context.rank != 1
+            assert context.rank == 1 or "rank 1" in str(raised.value)
+            assert {*parent_group(None, "test")._twins} == before, "its communicators are gone"
+            measured()
+
+
 def a_host_with_more_ranks_than_gpus_shares_them(context) -> None:
     """Its figures are others than those of a rank for each GPU."""
     seen, folder = machine(3), shared_folder(context)
@@ -347,5 +376,6 @@ CASES = [
     a_host_without_figures_leaves_all_with_the_guess,
     a_damaged_file_counts_as_none,
     what_is_wrong_on_one_rank_is_raised_on_all,
+    what_goes_wrong_meanwhile_on_one_rank_is_raised_on_all,
     a_host_with_more_ranks_than_gpus_shares_them,
 ]

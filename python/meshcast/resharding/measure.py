@@ -186,6 +186,11 @@ class _Probe(ABC):
         """Returns a function that makes the moves, all at once, and returns the seconds they took here; both
         are collectives of the group."""
 
+    def timed(self, run: Callable[[], float]) -> dict[int, float]:
+        """The seconds that a function of `ready` took, by rank. A collective of the group."""
+        dist.barrier(self.group)
+        return {rank: taken for rank, (taken,) in gather_facts((run(),), self.group).items()}
+
 
 class _HostProbe(_Probe):
     """Tensors on the CPU, by the clock of the host."""
@@ -242,10 +247,9 @@ def _rates_of(pairs: Sequence[_Pair], probe: _Probe, seconds: float) -> list[int
     taken: list[list[float]] = [[] for _ in pairs]
     run = probe.ready(moves)
     for repeat in range(-2, _REPEATS):
-        dist.barrier(probe.group)
-        ended = gather_facts((run(),), probe.group)
+        ended = probe.timed(run)
         # A pair is complete when its last receiver is.
-        last = [max(ended[rank][0] for rank in move.receivers) for move in moves]
+        last = [max(ended[rank] for rank in move.receivers) for move in moves]
         if repeat >= 0:
             for times, now in zip(taken, last, strict=True):
                 times.append(now)
@@ -379,8 +383,13 @@ class _GpuProbe(_Probe):
             self._parent, problems, _OP, self._PLANNED, device_types=("cuda", "cuda"), hop_by_hop=hop_by_hop
         )
         rank = dist.get_rank()
-        src = [_shard(each.src, each.shape, rank, _MEMORY) for each in problems]
-        dst = [_shard(each.dst, each.shape, rank, _MEMORY) for each in problems]
+        src: list[torch.Tensor | None] = []
+        dst: list[torch.Tensor | None] = []
+
+        def allocate() -> float:
+            src.extend(_shard(each.src, each.shape, rank, _MEMORY) for each in problems)
+            dst.extend(_shard(each.dst, each.shape, rank, _MEMORY) for each in problems)
+            return 0.0
 
         def run() -> float:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -390,7 +399,29 @@ class _GpuProbe(_Probe):
             end.synchronize()
             return float(begin.elapsed_time(end)) / 1e3
 
+        self._on_all(allocate)
         return run
+
+    def timed(self, run: Callable[[], float]) -> dict[int, float]:
+        dist.barrier(self.group)
+        return self._on_all(run)
+
+    def _on_all(self, act: Callable[[], float]) -> dict[int, float]:
+        """The result of `act` by rank. Where it raises on one, as without enough memory, all raise."""
+        taken, failed = 0.0, None
+        try:
+            taken = act()
+        except Exception as error:
+            failed = error
+            # The others may wait for this rank in the transfer.
+            self._parent.abort(f"rank {dist.get_rank()} failed in {_OP}: {error}")
+        said = gather_facts((taken, None if failed is None else str(failed)), self.group)
+        if failed is not None:
+            raise failed
+        for rank, (_, why) in sorted(said.items()):
+            if why is not None:
+                raise MeshcastError(f"rank {rank} failed in {_OP}: {why}", peer=rank)
+        return {rank: taken for rank, (taken, _) in said.items()}
 
     def round_ns(self, pair: Sequence[int]) -> int:
         """Nanoseconds of a round between two ranks, apart from its bytes: the same messages in a round each,
@@ -399,14 +430,10 @@ class _GpuProbe(_Probe):
         apart, together = self.ready(moves, hop_by_hop=True), self.ready(moves)
         taken: list[float] = []
         for repeat in range(-1, _ROUND_REPEATS):  # the first connects
-            times = []
-            for run in (apart, together):
-                dist.barrier(self.group)
-                times.append(run())
+            times = [self.timed(run)[pair[1]] for run in (apart, together)]
             if repeat >= 0:
                 taken.append(times[0] - times[1])
-        found = gather_facts((statistics.median(taken) / (_ROUNDS - 1),), self.group)[pair[1]][0]
-        return max(round(1e9 * found), 0)
+        return max(round(1e9 * statistics.median(taken) / (_ROUNDS - 1)), 0)
 
     def transport(self) -> str:
         """Name of what connects the ranks, once they are connected."""
