@@ -4,12 +4,14 @@ choice."""
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import meshcast
 import pytest
 import torch
 import torch.distributed as dist
 from meshcast.errors import LayoutError
+from meshcast.resharding import measure as measure_module
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -89,10 +91,27 @@ def measures_one_host_and_sub_groups(context) -> None:
         meshcast.measure_topology(seconds=0)
 
 
+def a_group_without_messages_between_cpus_is_refused(context) -> None:
+    """As one of NCCL alone. It has collectives between GPUs; here those of the whole job take their place."""
+    on_host(context, "abbab")
+    gpus = dist.new_group(backend="cuda:gloo")
+    gathered = measure_module.gather_facts
+    with (
+        mock.patch.object(
+            measure_module, "gather_facts", lambda fact, _, *check: gathered(fact, None, *check)
+        ),
+        pytest.raises(
+            LayoutError, match="give init_process_group or new_group the backends cpu:gloo,cuda:nccl"
+        ),
+    ):
+        meshcast.measure_topology(gpus, seconds=0.01)
+
+
 CASES = [
     discovers_hosts_with_given_rates,
     unknown_speeds_are_not_guessed,
     one_host_needs_no_link,
     measures_every_host,
     measures_one_host_and_sub_groups,
+    a_group_without_messages_between_cpus_is_refused,
 ]

@@ -103,6 +103,8 @@ def measure_topology(
             raise LayoutError(f"device {checks.shown(device)}: expected one of {', '.join(_DEVICES)}")
         if device == "cuda":
             require_gpu()
+        else:
+            _require_messages(group)
 
     facts = gather_facts((host_identity(), str(device), repr(seconds)), group, check)
     first = min(facts)
@@ -119,6 +121,18 @@ def measure_topology(
     everybody = _joined(hosts)
     measured = _measured(hosts, _HostProbe(group), seconds)
     return Topology(_described(hosts, measured), 1e6 * _latency([r[0] for r in hosts], everybody, group))
+
+
+def _require_messages(group: dist.ProcessGroup | None) -> None:
+    """The latency is that of messages of the group itself."""
+    known: Any = group or dist.group.WORLD
+    try:
+        known._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        raise LayoutError(
+            "the process group has no backend for tensors on the CPU, so they cannot be measured: give "
+            'init_process_group or new_group the backends cpu:gloo,cuda:nccl, or measure device="cuda"'
+        ) from None
 
 
 class _Rates(NamedTuple):
