@@ -217,6 +217,25 @@ def bad_tensors(context) -> None:
     refused(context, 0, "failed before 'all': RuntimeError: disk full", MeshcastError, change={"all": raises})
 
 
+def errors_of_the_source_itself(context) -> None:
+    """They are raised as they are."""
+    own = LayoutError("own words")
+
+    def raises(*_):
+        raise own
+
+    refused(context, 2, "own words", change={"few": raises})
+    assert own.__cause__ is not own
+    written = [replace(m, owners=[*m.owners], placements=m.placements and [*m.placements]) if m.owners else m
+               for m in metadata_of(fulls_of(torch.float32))]  # fmt: skip
+    written = [replace(m, mesh_shape=[*m.mesh_shape]) if m.mesh_shape else m for m in written]
+    fulls = fulls_of(torch.float32)
+    source = Source(context.rank, fulls, written) if context.rank in TRAINERS else None
+    received = meshcast.reshard_state_dict(source, where_of(fulls) if context.rank in SERVERS else None)
+    if context.rank in SERVERS:
+        check(received, fulls, context.rank)
+
+
 def bad_metadata(context) -> None:
     refused(context, 1, "names 'rows' twice", metadata=lambda metas: [metas[0], *metas])
     refused(context, 0, "metadata of the source has 3", metadata=lambda metas: [3, *metas])
@@ -273,4 +292,12 @@ def errors_of_a_push(context) -> None:
             check(sync.state, fulls, rank)
 
 
-CASES = [one_call, again_and_again, renamed_and_joined, bad_tensors, bad_metadata, errors_of_a_push]
+CASES = [
+    one_call,
+    again_and_again,
+    renamed_and_joined,
+    bad_tensors,
+    errors_of_the_source_itself,
+    bad_metadata,
+    errors_of_a_push,
+]

@@ -3,7 +3,8 @@ that are read again at each call, and those of a WeightSource."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -602,7 +603,6 @@ class SourceState(dict[str, Any]):
     """Tensors that a WeightSource has yielded. layouts: of shards, with the shapes of the whole tensors."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.layouts: dict[str, tuple[Layout, tuple[int, ...]]] = {}
 
 
@@ -618,6 +618,17 @@ def _is_source(given: Any) -> bool:
     return not isinstance(given, torch.nn.Module) and any(
         callable(getattr(given, each, None)) for each in ("iter_local", "iter_full")
     )
+
+
+@contextmanager
+def _reading(where: str) -> Iterator[None]:
+    """Raises what a source raises there as a MeshcastError."""
+    try:
+        yield
+    except MeshcastError:
+        raise
+    except Exception as error:
+        raise MeshcastError(f"the source failed {where}: {type(error).__name__}: {error}") from error
 
 
 class SourcePass:
@@ -636,15 +647,12 @@ class SourcePass:
         source, as for plain tensors."""
         self._rank, self._everyone = rank, everyone
         self._layouts: dict[Any, Layout] = {}
-        try:
+        with _reading("at its metadata"):
             self.metadata = list(source.metadata)
             known: Callable[[], bool] | None = getattr(source, "implements_iter_local", None)
             local = callable(getattr(source, "iter_local", None)) if known is None else known()
             self.whole = not local
-            pairs: Any = getattr(source, "iter_local" if local else "iter_full")()
-            self._pairs = iter(pairs)
-        except Exception as error:
-            raise self._failed("at its metadata", error) from error
+            self._pairs = iter(getattr(source, "iter_local" if local else "iter_full")())
         names: set[str] = set()
         for meta in self.metadata:
             name = getattr(meta, "name", None)
@@ -696,22 +704,14 @@ class SourcePass:
         return tensor
 
     def _pull(self, where: str) -> tuple[Any, Any] | None:
-        try:
+        with _reading(where):
             pair = next(self._pairs, None)
             return None if pair is None else (pair[0], pair[1])
-        except Exception as error:
-            raise self._failed(where, error) from error
-
-    def _failed(self, where: str, error: Exception) -> Exception:
-        if isinstance(error, MeshcastError):
-            return error
-        return MeshcastError(f"the source failed {where}: {type(error).__name__}: {error}")
 
     def _layout(self, meta: Any, owners: tuple[int, ...]) -> Layout:
-        placements, mesh_shape = getattr(meta, "placements", None), getattr(meta, "mesh_shape", None)
-        key = (owners, mesh_shape, placements)
-        if self.whole or placements is None:
-            key = (owners[:1] if self.whole else owners, None, None)
+        key: Any = (owners[:1] if self.whole else owners, (), None)
+        if not self.whole and getattr(meta, "placements", None) is not None:
+            key = (owners, tuple(getattr(meta, "mesh_shape", None) or ()), tuple(meta.placements))
         if key not in self._layouts:
             self._layouts[key] = self._read_layout(meta.name, *key)
         return self._layouts[key]
