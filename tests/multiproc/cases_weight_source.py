@@ -217,6 +217,40 @@ def bad_tensors(context) -> None:
     refused(context, 0, "failed before 'all': RuntimeError: disk full", MeshcastError, change={"all": raises})
 
 
+def memory_that_is_filled_again(context) -> None:
+    """A source with one buffer for all that it yields would move the values of the last one several times."""
+    room = torch.zeros(64)
+
+    def again(name, x):
+        return name, room[: x.numel()].view(x.shape).copy_(x)
+
+    text = "the source has filled the memory of 'one' again for 'all'"
+    refused(context, 1, text, change={"one": again, "all": again})
+    # Buffers that are filled in parts, also interleaved ones, and a tensor under two names are in order.
+    rank, at = context.rank, 0
+
+    def next_part(name, x):
+        nonlocal at
+        at += x.numel()
+        return name, room[at - x.numel() : at].view(x.shape).copy_(x)
+
+    def column(number):
+        return lambda name, x: (name, room[-16:].view(8, 2)[:, number][: x.numel()].view(x.shape).copy_(x))
+
+    fulls = fulls_of(torch.float32)
+    fulls["few"] = fulls["all"].clone()
+    source = Source(rank, fulls, [Meta(name, x.dtype, tuple(x.shape)) for name, x in fulls.items()])
+    last = {}
+    source.wrong = dict.fromkeys(("rows", "columns", "grid"), next_part)
+    source.wrong["one"] = column(0)
+    source.wrong["all"] = lambda name, x: (name, last.setdefault(0, column(1)(name, x)[1]))
+    source.wrong["few"] = lambda name, _: (name, last.pop(0))
+    where = where_of(fulls) if rank in SERVERS else None
+    received = meshcast.reshard_state_dict(source if rank in TRAINERS else None, where)
+    if rank in SERVERS:
+        check(received, fulls, rank)
+
+
 def errors_of_the_source_itself(context) -> None:
     """They are raised as they are."""
     own = LayoutError("own words")
@@ -297,6 +331,7 @@ CASES = [
     again_and_again,
     renamed_and_joined,
     bad_tensors,
+    memory_that_is_filled_again,
     errors_of_the_source_itself,
     bad_metadata,
     errors_of_a_push,

@@ -24,6 +24,7 @@ from ..errors import LayoutError
 from ..transfers.medium import settled
 
 __all__ = [
+    "Collected",
     "Owner",
     "Region",
     "check_outs",
@@ -122,6 +123,29 @@ def check_outs(outs: Mapping[str, torch.Tensor]) -> None:
                     "own",
                 )
         still.append((region, name))
+
+
+class Collected:
+    """Tensors that come one after the other, and are to keep their values."""
+
+    def __init__(self) -> None:
+        # By storage, whose views count together what is written to them: what came, and that count then.
+        self._tensors: dict[int, list[tuple[str, torch.Tensor, int]]] = {}
+
+    def add(self, what: str, name: str, tensor: torch.Tensor) -> None:
+        """Raises LayoutError where `what`, which makes the tensors, has written over one that came before.
+        Other parts of one buffer, and one tensor under several names, are right."""
+        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        if not plain or tensor.is_inference() or not tensor.numel():
+            return
+        before = self._tensors.setdefault(tensor.untyped_storage()._cdata, [])
+        for other, its, version in before:
+            if its._version != version and meet(_region(its), _region(tensor)):
+                raise LayoutError(
+                    f"{what} has filled the memory of {other!r} again for {name!r}, while both are needed; "
+                    "give each its own, for example a clone()"
+                )
+        before.append((name, tensor, tensor._version))
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -22,7 +22,7 @@ from ..spec import TensorSpec
 from ..transfers.block_scaled import SCHEMES, scheme_of
 from ..transfers.medium import own_obstacle
 from .compiled import source_of
-from .memory import Owner, check_outs, memory_key, near, owners_of, storage_of, tensor_of
+from .memory import Collected, Owner, check_outs, memory_key, near, owners_of, storage_of, tensor_of
 from .meshes import Family, check_lost, family_of, positive_placements, ranks_then, renumbered
 from .recorded import RecordedDestinations
 from .state_entries import (
@@ -668,7 +668,7 @@ class SourcePass:
 
     def take(self, metadata: Sequence[Any], *, last: bool = False) -> SourceState:
         """The next tensors, which are those of `metadata` that this rank owns. last: there are no more."""
-        state = SourceState()
+        state, collected = SourceState(), Collected()
         for meta in metadata:
             owners = self.owners(meta)
             if owners is not None and self._rank not in owners:
@@ -684,6 +684,7 @@ class SourcePass:
                     f"its metadata gives rank {self._rank} {dtype} {local}"
                 )
             if owners is None or not self.whole or self._rank == owners[0]:
+                collected.add("the source", meta.name, tensor)
                 state[meta.name] = tensor.detach()
                 if layout is not None:
                     state.layouts[meta.name] = layout, shape
