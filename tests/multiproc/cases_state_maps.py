@@ -248,14 +248,22 @@ def maps_that_do_not_fit(context) -> None:
     raises(error, "permute", lambda: call(TensorMap(["q", "k"], "qk", permute=(0, 1, 2))))
     raises(error, "dimension 2", lambda: call(TensorMap(["q", "k"], "qk", dim=2)))
     raises(error, "add up to 7", lambda: call(TensorMap("q", ["qk", "z"], sizes=[3, 4])))
+    whole = {"kk": (mesh, [Replicate()])}
+    twice = TensorMap(["k", "k"], "kk", stack=True)
+    raises(
+        error,
+        "'k': rank 2 wants the box [0:4, 0:6] at two places of its memory",
+        lambda: meshcast.reshard_state_dict(held, whole, maps=twice, strict=False),
+    )
     raises(error, "'qk'", lambda: call())
     raises(error, "(12, 6)", lambda: call(TensorMap("q", "qk")))
     other = TensorMap(["k", "q"] if rank == 4 else ["q", "k"], "qk")
     raises(meshcast.PlanMismatchError, "maps", lambda: call(other))
     raises(meshcast.PlanMismatchError, "maps", lambda: call(*([other] if rank != 2 else [])))
     assert not any(x.to_local().any() for x in out.values())
-    result = call(TensorMap(["q", "k"], "qk"))
-    assert rank not in RECEIVERS or bool((result["qk"].to_local() == 1).all())
+    for sources in (["q", "k"], ["k", "k", "k"]):  # a rank gets each element once
+        result = call(TensorMap(sources, "qk"))
+        assert rank not in RECEIVERS or bool((result["qk"].to_local() == 1).all())
 
 
 def heads(rank: int, ways: int, query: int, key: int, size: int) -> list:

@@ -131,11 +131,15 @@ std::vector<BoxTile> placed_tiles(const Layout& layout, const std::vector<int64_
   return out;
 }
 
-std::string wanted_text(const BoxTile& tile) {
+std::string sides_text(const Box& box) {
   std::string out;
-  for (int d = 0; d < tile.box.ndim; ++d)
-    out += (d ? ", " : "") + std::to_string(tile.box.lo[d]) + ":" + std::to_string(tile.box.hi[d]);
-  out = "[" + out + "] is wanted by rank";
+  for (int d = 0; d < box.ndim; ++d)
+    out += (d ? ", " : "") + std::to_string(box.lo[d]) + ":" + std::to_string(box.hi[d]);
+  return "[" + out + "]";
+}
+
+std::string wanted_text(const BoxTile& tile) {
+  std::string out = sides_text(tile.box) + " is wanted by rank";
   out += tile.holders.size() == 1 ? " " : "s ";
   for (size_t i = 0; i < tile.holders.size() && i < 8; ++i)
     out += (i ? ", " : "") + std::to_string(tile.holders[i].first);
@@ -157,6 +161,14 @@ std::vector<TileMeeting> meet_tiles(const std::vector<BoxTile>& held, const std:
   std::vector<TileMeeting> out;
   for (size_t w = 0; w < wanted.size(); ++w) {
     const Box& box = wanted[w].box;
+    // No bytes would ever come to the second place, while the call waits for them.
+    const auto& ranks = wanted[w].holders;
+    const auto twice = std::adjacent_find(ranks.begin(), ranks.end(),
+                                          [](const auto& a, const auto& b) { return a.first == b.first; });
+    if (twice != ranks.end())
+      throw LayoutError("rank " + std::to_string(twice->first) + " wants the box " + sides_text(box) +
+                        " at two places of its memory, but gets each element of a tensor once: give the source "
+                        "another name for each further place");
     int64_t missing = box.volume();
     for (size_t h = 0; h < held.size() && missing > 0; ++h) {
       // Both lists are in row-major order: no later one begins before the end of `box`.

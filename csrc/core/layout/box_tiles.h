@@ -25,7 +25,8 @@ struct TileMeeting {
   size_t wanted = 0;
 };
 
-// All intersections, in row-major order. Throws LayoutError naming a box that is wanted and not held.
+// All intersections, in row-major order. Throws LayoutError naming a box that is wanted and not held, or wanted
+// twice by one rank.
 std::vector<TileMeeting> meet_tiles(const std::vector<BoxTile>& held, const std::vector<BoxTile>& wanted);
 
 }  // namespace meshcast

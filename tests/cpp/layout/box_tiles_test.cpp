@@ -122,6 +122,27 @@ TEST_CASE("what is wanted and not held is named") {
   CHECK(found[1].box == box_of({{3, 4}}));
 }
 
+TEST_CASE("what one rank wants twice is named") {
+  const Layout whole = layout({2}, 0, {kReplicate});
+  const auto meet = [&](const Layout& to) {
+    return meet_tiles(box_tiles(whole, {4, 5}), box_tiles(to, {4, 5}));
+  };
+  const Box low = box_of({{0, 3}, {0, 5}}), high = box_of({{2, 4}, {1, 5}});
+  CHECK(meet(by_boxes({{low}, {high}})).size() > 2);  // of two ranks
+  try {
+    meet(by_boxes({{low}, {low, high}}));
+    FAIL("nothing was refused");
+  } catch (const LayoutError& error) {
+    CHECK(std::string(error.what()).find("rank 1 wants the box [2:3, 1:5] at two places") == 0);
+  }
+  // What a rank holds twice may leave from either place.
+  CHECK_NOTHROW(
+      meet_tiles(box_tiles(by_boxes({{low, low, high}}), {4, 5}), box_tiles(by_boxes({{low}}), {4, 5})));
+  const auto scalar = [](size_t times) { return by_boxes({std::vector<Box>(times, box_of({}))}); };
+  CHECK_NOTHROW(meet_tiles(box_tiles(scalar(1), {}), box_tiles(scalar(1), {})));
+  CHECK_THROWS_AS(meet_tiles(box_tiles(scalar(1), {}), box_tiles(scalar(2), {})), LayoutError);
+}
+
 TEST_CASE("boxes outside of the tensor or of the local tensor are refused") {
   Layout layout = by_boxes({{box_of({{0, 2}, {0, 3}})}});
   CHECK(problem_of(layout, {2, 3}).empty());
