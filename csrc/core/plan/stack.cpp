@@ -19,8 +19,13 @@ constexpr int64_t kMostOfAll = int64_t{1}
 // Whether a layout can hold `tensors` of its kind as one: their boxes get one more dimension, and so do the
 // local tensors.
 bool stacks(const Layout& layout) {
-  return std::all_of(layout.by_boxes.begin(), layout.by_boxes.end(), [](const Shard& shard) {
-    return shard.local_shape.size() < static_cast<size_t>(kMaxDims);
+  // A dimension of one element may lie along any axis, also behind those of its local tensor.
+  const auto has_room = [](const BoxPlace& place) {
+    return std::all_of(place.axis.begin(), place.axis.end(), [](int8_t axis) { return axis < kMaxDims - 1; });
+  };
+  return std::all_of(layout.by_boxes.begin(), layout.by_boxes.end(), [&](const Shard& shard) {
+    return shard.local_shape.size() < static_cast<size_t>(kMaxDims) &&
+           std::all_of(shard.places.begin(), shard.places.end(), has_room);
   });
 }
 
