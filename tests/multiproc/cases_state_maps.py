@@ -356,6 +356,10 @@ def boxes_that_miss(context) -> None:
         "local shape",
         lambda: call(Layout([3], [Replicate()]), {"w": torch.ones(3, 3)} if rank == 0 else held),
     )
+    source = Layout.from_boxes({0: [((2, 2), (0, 3))]})  # nothing of a tensor of any size
+    empty = {"w": torch.ones(0, 0)} if rank == 0 else None
+    raises(kind, "does not say how large the tensor is", lambda: call(Layout([3], [Replicate()]), empty))
+    source = Layout.from_boxes({0: [((0, 2), (0, 3))], 1: [((3, 4), (0, 3))]})
     misspelt = {"v": Layout([3], [Replicate()])}
     raises(
         meshcast.LayoutError,

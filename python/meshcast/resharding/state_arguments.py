@@ -579,10 +579,10 @@ def _given_layout(name: str, given: Any, value: torch.Tensor) -> tuple[Layout, t
         )
     if shape is not None:
         return layout, checks.shape(shape)
-    if layout.by_boxes:  # they end where the tensor does
-        boxes = [box for _, pieces in layout._held for box, *_ in pieces]
+    boxes = [box for _, pieces in layout._held for box, *_ in pieces]
+    if boxes:  # they end where the tensor does
         return layout, tuple(max(box[d][1] for box in boxes) for d in range(len(boxes[0])))
-    if all(p.is_replicate() for p in layout.placements):
+    if not layout.by_boxes and all(p.is_replicate() for p in layout.placements):
         return layout, tuple(value.shape)
     raise LayoutError(
         f"layouts has {layout} for {name!r}, which does not say how large the tensor is; give (Layout, shape)"
