@@ -504,9 +504,8 @@ class GpuFigures:
 
 @dataclass(frozen=True)
 class MachineFigures:
-    """All figures of a machine, by slot (see `figures_slot`), as a rank offers them to the others. visible:
-    the GPUs that its process sees, as CUDA_VISIBLE_DEVICES names them; wants: the transport that it asks
-    for."""
+    """All figures of a machine, by slot (see `figures_slot`), as a rank offers them to the others; perhaps
+    none. visible: of settings.visible_gpus; wants: the transport that it asks for."""
 
     visible: tuple[str, ...]
     wants: str
@@ -544,7 +543,7 @@ def agreed_figures(
     """
     ranks_of = ranks_by_host(hosts)
     several = len(ranks_of) > 1
-    offered = [next(filter(None, (offers.get(rank) for rank in ranks)), None) for ranks in ranks_of]
+    offered = [_figures_of(ranks, offers) for ranks in ranks_of]
     known = [offer for offer in offered if offer is not None]
     if len(known) < len(ranks_of):
         return None
@@ -567,6 +566,12 @@ def agreed_figures(
     described = [Host(ranks, (nic,), rate) for ranks, nic, rate in zip(ranks_of, nics, local, strict=True)]
     topology = Topology(described, round_ns / 1e3) if round_ns else Topology(described)
     return AgreedFigures(slot, topology, min(local), round_ns)
+
+
+def _figures_of(ranks: Sequence[int], offers: Mapping[int, MachineFigures | None]) -> MachineFigures | None:
+    """The offer of the lowest of these ranks that has figures."""
+    own = (offers.get(rank) for rank in ranks)
+    return next((offer for offer in own if offer is not None and offer.slots), None)
 
 
 def _visible_to(ranks: Sequence[int], offers: Mapping[int, MachineFigures | None]) -> int:
@@ -605,9 +610,7 @@ def _offered_figures() -> MachineFigures | None:
     if why and why not in _noted:
         _noted.add(why)
         logging.getLogger("meshcast").warning("measured figures of GPUs are ignored: %s", why)
-    if not slots:
-        return None
-    # The others need no names of GPUs.
+    # The others need no names of GPUs. They count those that this process sees, also where it has no figures.
     brief = {slot: replace(figures, domains=()) for slot, figures in slots.items()}
     return MachineFigures(settings.visible_gpus(machine), settings.CUDA_TRANSPORT.text(), brief)
 

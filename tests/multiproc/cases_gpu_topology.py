@@ -164,6 +164,30 @@ def without_nvml_the_rates_say_it(context) -> None:
         assert [host.ranks for host in measured().hosts] == [(0, 1, 2, 3, 4)]
 
 
+def alone(context, cards: str) -> settings.GpuMachine:
+    """NVML where a batch system lets each process see its own GPU and no other."""
+    return settings.GpuMachine("580.1", ((gpu(int(cards[context.rank])), "H200"),), frozenset(), {})
+
+
+def where_nvml_shows_a_part_the_rates_say_it(context) -> None:
+    folder = shared_folder(context)
+    seen = alone(context, "01233")
+    with gpus(context, "aaaaa", "01233", seen, folder=folder, rate=rate_by_domain(ISLANDS)):
+        assert [host.ranks for host in measured().hosts] == [(0, 2), (1, 3, 4)]
+    # Later groups count the GPUs of all ranks, by whatever number each process has for its own.
+    seen = alone(context, "01234")
+    with (
+        gpus(context, "aaaaa", "01234", seen, folder=folder),
+        mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="0"),
+    ):
+        measured()
+        assert (context.rank == 0) == bool(topology_module.stored_figures(seen)[0])
+        later = parent_group(None, "test").twin("alone").private(range(5))
+        later.connect(60.0)
+        assert later.figures is not None and later.figures.slot == "nccl"
+        dist.barrier()
+
+
 def gpus_without_nvlink_are_one_host(context) -> None:
     with gpus(context, "aaaaa", "01234", machine(5)):
         assert [host.ranks for host in measured().hosts] == [(0, 1, 2, 3, 4)]
@@ -368,6 +392,7 @@ CASES = [
     rates_of_two_hosts_are_those_of_the_gpus,
     nvml_says_which_gpus_nvlink_joins,
     without_nvml_the_rates_say_it,
+    where_nvml_shows_a_part_the_rates_say_it,
     gpus_without_nvlink_are_one_host,
     machines_that_nvlink_joins_are_one_host,
     figures_are_kept_for_later_groups,

@@ -44,6 +44,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     topology.forget_figures()
 
 
+def known_slots() -> dict[str, GpuFigures]:
+    known = topology.known_figures()
+    assert known is not None and known.visible == ("GPU-0", "GPU-1"), "counted all the same"
+    return known.slots
+
+
 def test_the_folder_is_that_of_the_user_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     for variables, expected in (
@@ -71,7 +77,7 @@ def test_what_is_kept_is_found_again_beside_other_slots(folder: Path) -> None:
     assert stored_figures(MACHINE) == ({"nccl": FIGURES, "cuda_ipc, shared GPUs": other}, "")
     assert len(list(folder.iterdir())) == 1, "nothing is left beside the file"
     known = topology.known_figures()
-    assert known is not None and (known.visible, known.wants) == (("0", "1"), "auto")
+    assert known is not None and (known.visible, known.wants) == (("GPU-0", "GPU-1"), "auto")
     assert known.slots["nccl"] == replace(FIGURES, domains=())
     # A machine with other GPUs has a file of its own.
     more = replace(MACHINE, gpus=(*MACHINE.gpus, ("GPU-2", "H200")))
@@ -112,7 +118,7 @@ def test_figures_of_other_surroundings_are_ignored_with_one_line(
     with caplog.at_level(logging.WARNING, "meshcast"):
         for _ in range(3):
             topology.forget_figures()
-            assert topology.known_figures() is None
+            assert not known_slots()
     assert len(caplog.messages) == 1 and str(path) in caplog.messages[0]
     # A new measurement takes its place.
     assert keep_figures(MACHINE, "cuda_ipc", FIGURES) == ""
@@ -164,8 +170,8 @@ def test_a_damaged_file_is_ignored_with_one_line(
     slots, why = stored_figures(MACHINE)
     assert slots == {} and why.startswith(f"{path} cannot be read: ") and why.endswith("; delete it")
     with caplog.at_level(logging.WARNING, "meshcast"):
-        assert topology.known_figures() is None
-        assert topology.known_figures() is None
+        assert not known_slots()
+        assert not known_slots()
     assert len(caplog.messages) == 1
     assert keep_figures(MACHINE, "nccl", FIGURES) == ""
     assert stored_figures(MACHINE) == ({"nccl": FIGURES}, "")
@@ -193,9 +199,9 @@ def test_a_folder_that_cannot_be_entered_is_no_error(
     slots, why = stored_figures(MACHINE)
     assert slots == {} and "File name too long; let MESHCAST_GPU_FIGURES name another folder, or none" in why
     with caplog.at_level(logging.WARNING, "meshcast"):
-        assert topology.known_figures() is None
+        assert not known_slots()
         topology.forget_figures()
-        assert topology.known_figures() is None
+        assert not known_slots()
     assert len(caplog.messages) == 1 and str(place) in caplog.messages[0]
     assert keep_figures(MACHINE, "nccl", FIGURES).endswith(": File name too long")
 
@@ -241,10 +247,13 @@ def test_nobody_asks_nvml_without_a_file(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("named", "found"),
     [
-        (None, ("0", "1")),
-        ("1", ("1",)),
+        (None, ("GPU-0", "GPU-1")),
+        ("1", ("GPU-1",)),
+        ("7", ("7",)),
+        ("1,GPU-1", ("GPU-1", "GPU-1")),
+        ("MIG-3", ("MIG-3",)),
         (" GPU-1, GPU-0", ("GPU-1", "GPU-0")),
-        ("0,-1,1", ("0",)),
+        ("0,-1,1", ("GPU-0",)),
         ("", ()),
     ],
 )
@@ -308,6 +317,11 @@ def test_a_group_on_one_host_takes_its_figures() -> None:
     found = agreed_figures({3: "a", 5: "a", 9: "a"}, {3: None, 5: machine(), 9: machine(visible=())})
     assert found is not None
     assert (found.slot, found.local_rate, found.round_ns) == ("nccl", 370 * 10**9, 9500)
+    # Of rank 9: each rank sees its own GPU, and those of other GPUs have no file.
+    own = {rank: machine(visible=(f"GPU-{rank}",), slots={}) for rank in (3, 5)}
+    same = agreed_figures({3: "a", 5: "a", 9: "a"}, {**own, 9: machine(visible=("GPU-9",))})
+    assert same == found
+    assert agreed_figures({3: "a", 5: "a"}, own) is None
     (host,) = found.topology.hosts
     assert host.ranks == (3, 5, 9) and host.local_rate == 370 * 10**9
     assert found.topology.latency == 9.5e-6

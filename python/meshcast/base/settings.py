@@ -357,15 +357,19 @@ class GpuMachine:
 
 
 def visible_gpus(machine: GpuMachine) -> tuple[str, ...]:
-    """The GPUs of a machine that this process sees, by what CUDA_VISIBLE_DEVICES calls them, or number."""
+    """The GPUs of a machine that this process sees, as many different texts, equal in processes that see the
+    same ones: by uuid. CUDA may number GPUs in another order than NVML, so which is which is not known."""
+    uuids = [uuid for uuid, _ in machine.gpus]
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
-        return tuple(str(number) for number in range(len(machine.gpus)))
+        return tuple(uuids)
     found: list[str] = []
     for name in map(str.strip, named.split(",")):
         if name in ("", "-1"):  # CUDA reads no further
             break
-        found.append(name)
+        # A number is that of a GPU that this process is shown: for another process it may be another one.
+        number = int(name) if name.isdecimal() else len(uuids)
+        found.append(uuids[number] if number < len(uuids) else name)
     return tuple(found)
 
 

@@ -304,12 +304,14 @@ def _latency(leaders: Sequence[int], everybody: Sequence[int], group: dist.Proce
 @dataclass(frozen=True)
 class _Card:
     """A rank's GPU. free: bytes of its memory; fabric: of settings.GpuMachine; links: the GPUs of its machine
-    that it reaches by NVLink, None where NVML is missing."""
+    that it reaches by NVLink, None where NVML is missing; seen: the GPUs that NVML shows to the rank, perhaps
+    not all of its machine."""
 
     uuid: str
     free: int
     fabric: str
     links: tuple[str, ...] | None
+    seen: frozenset[str] = frozenset()
 
 
 def _own_card(machine: settings.GpuMachine | None) -> _Card | str:
@@ -323,7 +325,9 @@ def _own_card(machine: settings.GpuMachine | None) -> _Card | str:
     uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
     if machine is None or uuid not in dict(machine.gpus):  # a part of one has no links of its own
         return _Card(uuid, free, "", None)
-    return _Card(uuid, free, machine.fabrics.get(uuid, ""), machine.linked(uuid))
+    return _Card(
+        uuid, free, machine.fabrics.get(uuid, ""), machine.linked(uuid), frozenset(dict(machine.gpus))
+    )
 
 
 def _of_gpus(group: dist.ProcessGroup | None, hosts: Sequence[tuple[int, ...]], seconds: float) -> Topology:
@@ -466,7 +470,7 @@ def _domains(
 ) -> list[tuple[int, ...]]:
     """The ranks whose GPUs reach each other by NVLink, or, where a host has none or does not know, at about
     the best rate of the host; ordered by lowest rank."""
-    unsure = [ranks for ranks in hosts if any(cards[rank].links is None for rank in ranks)]
+    unsure = [ranks for ranks in hosts if not all(_knows_links(rank, ranks, cards) for rank in ranks)]
     fast = _fast_pairs([_first_of_each(ranks, cards) for ranks in unsure], probe, seconds)
     joined: list[tuple[int, int]] = []
     for number, ranks in enumerate(hosts):
@@ -482,6 +486,12 @@ def _domains(
         if cards[one].fabric and cards[one].fabric == cards[other].fabric:
             joined.append((one, other))
     return _connected(sorted(cards), joined)
+
+
+def _knows_links(rank: int, ranks: Sequence[int], cards: Mapping[int, _Card]) -> bool:
+    """Returns whether NVML says how the GPU of a rank reaches those of all `ranks`, its host's."""
+    card = cards[rank]
+    return card.links is not None and card.seen.issuperset(cards[other].uuid for other in ranks)
 
 
 def _first_of_each(ranks: Sequence[int], cards: Mapping[int, _Card]) -> list[int]:
