@@ -291,7 +291,7 @@ def topology() -> None:
         write_figures(out, rows, ranks=world, round_us=1e6 * found.latency, kept=kept, nvlinks=links)
     dist.destroy_process_group()
     if machine is not None and settings.figures_folder() is not None and figures is None:
-        sys.exit("benchmarks cuda_topology: the figures were kept, but a new group does not plan with them")
+        sys.exit(f"benchmarks cuda_topology: a new group does not plan with the figures: {kept}")
 
 
 ROUNDS = 9
