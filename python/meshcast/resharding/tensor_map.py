@@ -114,22 +114,18 @@ class TensorMap:
         return _names(self._targets())
 
     def to_wire(self) -> dict[str, Any]:
-        """Returns its form in JSON."""
-        sources, targets = (
-            [each.to_wire() if isinstance(each, TensorMap) else each for each in side]
-            for side in (self._sources(), self._targets())
-        )
-        return {
-            **{each.name: getattr(self, each.name) for each in fields(self)},
-            "sources": sources,
-            "targets": targets,
-        }
+        """Returns its form in JSON: what differs from the defaults."""
+        given = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
+        said = {name: value for name, value, default in given if value != default}
+        for side in said.keys() & {"sources", "targets"}:
+            said[side] = [each.to_wire() if isinstance(each, TensorMap) else each for each in said[side]]
+        return said
 
     @classmethod
     def from_wire(cls, reader: Reader) -> TensorMap:
         """Undoes `to_wire`."""
-        said = {each.name: reader.value(each.name) for each in fields(cls)}
-        for side in ("sources", "targets"):
+        said = {each.name: reader.value(each.name) for each in fields(cls) if reader.has(each.name)}
+        for side in said.keys() & {"sources", "targets"}:
             said[side] = [
                 each if isinstance(each, str) else cls.from_wire(Reader(each, side)) for each in said[side]
             ]
