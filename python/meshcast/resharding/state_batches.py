@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -298,7 +299,12 @@ class _Boxes:
 
 def traveling(move: Move) -> int:
     """Bytes of what the destination wants of a source, once."""
-    shape, dtype, _, dst = move.problem
+    return _traveling(move.problem)
+
+
+@lru_cache(maxsize=1024)  # layers of a model have the same layouts
+def _traveling(problem: Problem) -> int:
+    shape, dtype, _, dst = problem
     if not dst.by_boxes:
         return checks.total_bytes(shape, dtype)
     tiles = dst._core(shape).tiles(shape)
