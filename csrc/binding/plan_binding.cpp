@@ -141,6 +141,17 @@ void check_holds(const Layout& source, const Layout& destination, const std::vec
   meet_tiles(box_tiles(source, shape), box_tiles(destination, shape));
 }
 
+// [(box, piece of the rank's shard that has it, number of ranks that want it)]
+py::list counted_list(const Layout& source, const Layout& destination, const std::vector<int64_t>& shape,
+                      int32_t rank) {
+  validate(source, shape);
+  validate(destination, shape);
+  py::list out;
+  for (const CountedBox& each : counted_boxes(source, destination, shape, rank))
+    out.append(py::make_tuple(box_tuple(each.box), each.piece, each.times));
+  return out;
+}
+
 Topology topology_from(const std::vector<HostTuple>& hosts, int64_t latency_ns) {
   Topology topology;
   topology.latency_ns = latency_ns;
@@ -292,6 +303,7 @@ void bind_plan(py::module_& m) {
       .def("shards", &shards_list, py::arg("shape"))
       .def("tiles", &tiles_list, py::arg("shape"))
       .def("check_holds", &check_holds, py::arg("destination"), py::arg("shape"))
+      .def("counted", &counted_list, py::arg("destination"), py::arg("shape"), py::arg("rank"))
       .def("describe", [](const Layout& layout) { return describe(layout); });
 
   py::class_<Topology>(m, "Topology")

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "common/error.h"
+#include "layout/box_index.h"
 #include "layout/tiling.h"
 
 namespace meshcast {
@@ -39,6 +40,9 @@ void subtract(Box box, const Box& inner, std::vector<Box>* out) {
 // Boxes that do not overlap; adding one cuts those that it overlaps.
 class TileSet {
  public:
+  // boxes: those that will be added.
+  explicit TileSet(const std::vector<Box>& boxes) : index_(boxes) {}
+
   void add(const Box& box, std::pair<int32_t, int32_t> holder) {
     if (box.empty()) return;
     const auto known = by_box_.find(box);
@@ -47,21 +51,10 @@ class TileSet {
       return;
     }
     std::vector<Box> left{box};
-    // Parts that are cut off are appended, and the loop reaches them later.
-    for (size_t t = 0; t < tiles_.size() && !left.empty(); ++t) {
-      std::vector<Box> still;
-      for (const Box& part : left) {
-        const Box common = intersect(part, tiles_[t].box);
-        if (common.empty()) {
-          still.push_back(part);
-          continue;
-        }
-        if (common != tiles_[t].box) cut(t, common);
-        tiles_[t].holders.push_back(holder);
-        subtract(part, common, &still);
-      }
-      left = std::move(still);
-    }
+    const size_t known_before = tiles_.size();
+    for (const size_t t : index_.near(box)) meet(t, holder, &left);
+    // Parts that were cut off.
+    for (size_t t = known_before; t < tiles_.size() && !left.empty(); ++t) meet(t, holder, &left);
     for (const Box& part : left) insert({part, {holder}});
   }
 
@@ -73,12 +66,30 @@ class TileSet {
   }
 
  private:
+  // left: parts of a box of the holder; those in the tile are taken out.
+  void meet(size_t tile, std::pair<int32_t, int32_t> holder, std::vector<Box>* left) {
+    std::vector<Box> still;
+    for (const Box& part : *left) {
+      const Box common = intersect(part, tiles_[tile].box);
+      if (common.empty()) {
+        still.push_back(part);
+        continue;
+      }
+      if (common != tiles_[tile].box) cut(tile, common);
+      tiles_[tile].holders.push_back(holder);
+      subtract(part, common, &still);
+    }
+    *left = std::move(still);
+  }
+
   void cut(size_t index, const Box& inner) {
     std::vector<Box> rest;
     subtract(tiles_[index].box, inner, &rest);
     by_box_.erase(tiles_[index].box);
+    index_.erase(tiles_[index].box, index);
     tiles_[index].box = inner;
     by_box_[inner] = index;
+    index_.insert(inner, index);
     for (const Box& part : rest) insert({part, tiles_[index].holders});
   }
 
@@ -87,11 +98,13 @@ class TileSet {
       throw LayoutError("the boxes of a layout cut the tensor into more than " + std::to_string(kMaxTiles) +
                         " parts");
     by_box_[tile.box] = tiles_.size();
+    index_.insert(tile.box, tiles_.size());
     tiles_.push_back(std::move(tile));
   }
 
   std::vector<BoxTile> tiles_;
   std::map<Box, size_t, Before> by_box_;
+  BoxIndex index_;
 };
 
 std::vector<BoxTile> placed_tiles(const Layout& layout, const std::vector<int64_t>& shape) {
@@ -131,6 +144,17 @@ std::vector<BoxTile> placed_tiles(const Layout& layout, const std::vector<int64_
   return out;
 }
 
+// Of tiles, or of the pieces of a shard.
+template <class Row>
+BoxIndex index_of(const std::vector<Row>& rows) {
+  std::vector<Box> boxes;
+  boxes.reserve(rows.size());
+  for (const Row& row : rows) boxes.push_back(row.box);
+  BoxIndex index(boxes);
+  for (size_t i = 0; i < boxes.size(); ++i) index.insert(boxes[i], i);
+  return index;
+}
+
 std::string sides_text(const Box& box) {
   std::string out;
   for (int d = 0; d < box.ndim; ++d)
@@ -150,7 +174,11 @@ std::string wanted_text(const BoxTile& tile) {
 
 std::vector<BoxTile> box_tiles(const Layout& layout, const std::vector<int64_t>& shape) {
   if (layout.by_boxes.empty()) return placed_tiles(layout, shape);
-  TileSet tiles;
+  std::vector<Box> boxes;
+  for (const Shard& shard : layout.by_boxes) {
+    for (const ShardPiece& piece : shard.pieces) boxes.push_back(piece.box);
+  }
+  TileSet tiles(boxes);
   for (const Shard& shard : layout.by_boxes) {
     for (const ShardPiece& piece : shard.pieces) tiles.add(piece.box, {shard.rank, 0});
   }
@@ -159,6 +187,7 @@ std::vector<BoxTile> box_tiles(const Layout& layout, const std::vector<int64_t>&
 
 std::vector<TileMeeting> meet_tiles(const std::vector<BoxTile>& held, const std::vector<BoxTile>& wanted) {
   std::vector<TileMeeting> out;
+  const BoxIndex index = index_of(held);
   for (size_t w = 0; w < wanted.size(); ++w) {
     const Box& box = wanted[w].box;
     // No bytes would ever come to the second place, while the call waits for them.
@@ -170,9 +199,7 @@ std::vector<TileMeeting> meet_tiles(const std::vector<BoxTile>& held, const std:
                         " at two places of its memory, but gets each element of a tensor once: give the source "
                         "another name for each further place");
     int64_t missing = box.volume();
-    for (size_t h = 0; h < held.size() && missing > 0; ++h) {
-      // Both lists are in row-major order: no later one begins before the end of `box`.
-      if (box.ndim > 0 && held[h].box.lo[0] >= box.hi[0]) break;
+    for (const size_t h : index.near(box)) {
       const Box common = intersect(held[h].box, box);
       if (common.empty()) continue;
       missing -= common.volume();
@@ -184,6 +211,24 @@ std::vector<TileMeeting> meet_tiles(const std::vector<BoxTile>& held, const std:
   }
   std::sort(out.begin(), out.end(),
             [](const TileMeeting& a, const TileMeeting& b) { return before(a.box, b.box); });
+  return out;
+}
+
+std::vector<CountedBox> counted_boxes(const Layout& source, const Layout& destination,
+                                      const std::vector<int64_t>& shape, int32_t rank) {
+  std::vector<CountedBox> out;
+  const std::vector<BoxTile> held = box_tiles(source, shape), wanted = box_tiles(destination, shape);
+  const std::vector<Shard> all = shards(source, shape);
+  const auto own = std::find_if(all.begin(), all.end(), [&](const Shard& shard) { return shard.rank == rank; });
+  if (own == all.end()) return out;
+  const BoxIndex index = index_of(own->pieces);
+  for (const TileMeeting& meeting : meet_tiles(held, wanted)) {
+    if (held[meeting.held].holders.front().first != rank) continue;
+    for (const size_t p : index.near(meeting.box)) {
+      const Box common = intersect(own->pieces[p].box, meeting.box);
+      if (!common.empty()) out.push_back({common, p, wanted[meeting.wanted].holders.size()});
+    }
+  }
   return out;
 }
 

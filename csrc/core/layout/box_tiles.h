@@ -29,4 +29,16 @@ struct TileMeeting {
 // twice by one rank.
 std::vector<TileMeeting> meet_tiles(const std::vector<BoxTile>& held, const std::vector<BoxTile>& wanted);
 
+// A box that lies in a piece of a rank's shard, and the number of ranks that want it.
+struct CountedBox {
+  Box box;
+  size_t piece = 0;
+  size_t times = 0;
+};
+
+// What a rank is the first holder of, and others want. Throws LayoutError naming a box that is wanted and not
+// held by any rank.
+std::vector<CountedBox> counted_boxes(const Layout& source, const Layout& destination,
+                                      const std::vector<int64_t>& shape, int32_t rank);
+
 }  // namespace meshcast

@@ -92,7 +92,6 @@ class _Rows:
         self._rows = rows
         self.known = known
         self._read: dict[int, Any] = {}
-        self.objects = 0  # that have been read by from_wire
 
     def value(self, place: int, read: Callable[[Any, _Rows], Any]) -> Any:
         if place not in self._read:
@@ -142,7 +141,7 @@ def _whole_codec(kind: Any) -> tuple[_Write, _Read]:
     if kind is torch.dtype:
         return lambda value, _: dtype_name(value), lambda raw, _: dtype(raw)
     if hasattr(kind, "to_wire"):
-        return lambda value, _: value.to_wire(), functools.partial(_read_object, kind)
+        return _write_object, functools.partial(_read_object, kind)
     if isinstance(kind, type) and issubclass(kind, Enum):
         return lambda value, _: value.name, lambda raw, _: kind[raw]
     if is_dataclass(kind) or hasattr(kind, "_fields"):
@@ -156,15 +155,16 @@ def _whole_codec(kind: Any) -> tuple[_Write, _Read]:
     raise TypeError(f"a value of type {kind} cannot be sent")
 
 
+def _write_object(value: Any, _: _Table) -> str:
+    """The JSON as one string: a reader that knows it has nothing to parse."""
+    return json.dumps(value.to_wire(), separators=(",", ":"))
+
+
 def _read_object(kind: Any, raw: Any, rows: _Rows) -> Any:
-    """An object from its JSON; one that an earlier text has at the same place among its objects is not made
-    again."""
-    rows.objects += 1
-    key = (kind, rows.objects)
-    earlier, found = rows.known.get(key, (None, None))
-    if earlier != raw:
-        found = kind.from_wire(Reader(raw, kind.__name__))
-        rows.known[key] = raw, found
+    found = rows.known.get((kind, raw))
+    if found is None:
+        found = kind.from_wire(Reader(json.loads(raw), kind.__name__))
+        rows.known[kind, raw] = found
     return found
 
 

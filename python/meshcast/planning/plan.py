@@ -240,6 +240,16 @@ class Options(NamedTuple):
     seed: int = 0
 
 
+def _each_once(function: Callable[[int, Any], T], items: Sequence[Any]) -> list[T]:
+    """Returns function(index, item) of all items, called once for an object that is there several times:
+    tensors of a model have few kinds of problems."""
+    made: dict[int, T] = {}
+    for index, item in enumerate(items):
+        if id(item) not in made:
+            made[id(item)] = function(index, item)
+    return [made[id(item)] for item in items]
+
+
 class Plan:
     """An ordered multicast plan with its predicted time and a lower bound. Made by `plan`, `plan_many` or
     `Plan.from_json`."""
@@ -250,10 +260,10 @@ class Plan:
         self.options = options
         max_rank = max(max(p.src._max_rank, p.dst._max_rank) for p in self.problems)
         self._core: _C.Plan = _C.Plan(
-            [
-                (list(p.shape), p.dtype.itemsize, p.src._core(p.shape), p.dst._core(p.shape))
-                for p in self.problems
-            ],
+            _each_once(
+                lambda _, p: (list(p.shape), p.dtype.itemsize, p.src._core(p.shape), p.dst._core(p.shape)),
+                self.problems,
+            ),
             topology._core(max_rank),
             options.strategy,
             options.balance,
@@ -502,10 +512,12 @@ def plan_many(
         plan = meshcast.plan_many(problems)
         assert len(plan.problems) == 2
     """
-    listed = [
-        (checks.listed("shape", each[0]), *each[1:]) if isinstance(each, tuple) and each else each
-        for each in checks.listed("problems", problems)
-    ]
+    listed = _each_once(
+        lambda _, each: (
+            (checks.listed("shape", each[0]), *each[1:]) if isinstance(each, tuple) and each else each
+        ),
+        checks.listed("problems", problems),
+    )
     if not listed:
         raise LayoutError("plan_many: an empty list; give at least one (shape, dtype, src, dst)")
     return _planned(listed, topology, strategy, balance, chunk_bytes, seed)
@@ -515,13 +527,13 @@ def _planned(problems: Sequence[Any], topology: Topology | None, *options: Any) 
     """options: those of `Options`, as they were given."""
     topology = DEFAULT if topology is None else topology
     try:
-        keys = tuple((shape, checks.dtype(dtype), src, dst) for shape, dtype, src, dst in problems)
+        keys = tuple(_each_once(_key_of, problems))
         found = lookup((keys, topology, Options(*options)))
     except (TypeError, ValueError):  # it cannot be hashed or read, hence is not allowed: the checks say what
         found = None
     if found is not None:
         return found
-    checked = tuple(_checked_problem(i, p) for i, p in enumerate(problems))
+    checked = tuple(_each_once(_checked_problem, problems))
     if not isinstance(topology, Topology):
         raise LayoutError(f"topology {checks.shown(topology)}: expected a meshcast.Topology or None")
     valid = checked_options("", *options)
@@ -537,6 +549,11 @@ def checked_options(where: str, strategy: Any, balance: Any, chunk_bytes: Any, s
         None if chunk_bytes is None else checks.integer(f"{where}chunk_bytes", chunk_bytes, 1, most),
         checks.integer(f"{where}seed", seed, 0, (1 << 64) - 1),
     )
+
+
+def _key_of(_: int, problem: Any) -> Hashable:
+    shape, dtype, src, dst = problem
+    return shape, checks.dtype(dtype), src, dst
 
 
 def _checked_problem(index: int, problem: Any) -> Problem:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -298,7 +299,12 @@ class _Boxes:
 
 def traveling(move: Move) -> int:
     """Bytes of what the destination wants of a source, once."""
-    shape, dtype, _, dst = move.problem
+    return _traveling(move.problem)
+
+
+@lru_cache(maxsize=1024)  # layers of a model have the same layouts
+def _traveling(problem: Problem) -> int:
+    shape, dtype, _, dst = problem
     if not dst.by_boxes:
         return checks.total_bytes(shape, dtype)
     tiles = dst._core(shape).tiles(shape)
@@ -406,8 +412,8 @@ class Digests:
                 self.note("all", move, pieces_digest(local, own, shape, dtype))
             digest = added(
                 each
-                for box, times in _counted(move.problem, self._rank)
-                for each in [pieces_digest(local, pieces_inside(own, box), shape, dtype)] * times
+                for box, piece, times in src._core(shape).counted(dst._core(shape), shape, self._rank)
+                for each in [pieces_digest(local, pieces_inside([own[piece]], box), shape, dtype)] * times
             )
         self.note(side, move, digest)
 
@@ -426,21 +432,6 @@ def _holders(layout: Layout, shape: tuple[int, ...]) -> dict[tuple[Box, ...], li
     for rank, boxes in layout.shards(shape).items():
         if boxes:
             found.setdefault(tuple(sorted(boxes)), []).append(rank)
-    return found
-
-
-def _counted(problem: Problem, rank: int) -> list[tuple[Box, int]]:
-    """The boxes of the source that this rank counts, being the first of their holders, and how many ranks
-    want each."""
-    shape, _, src, dst = problem
-    wanted = dst._core(shape).tiles(shape)
-    found = []
-    for box, holders in src._core(shape).tiles(shape):
-        if holders[0] == rank:
-            for other, ranks in wanted:
-                both = common(box, other)
-                if both is not None:
-                    found.append((both, len(ranks)))
     return found
 
 

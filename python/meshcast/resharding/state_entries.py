@@ -8,7 +8,7 @@ Boxes that ranks have read from a checkpoint are listed with what they hold, and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -412,9 +412,13 @@ def _check_holds(shape: tuple[int, ...], source: Layout, destination: Layout) ->
 
 
 class Sides:
-    """The sides of all ranks, and what they say together. had: the layouts of tensors with ranks that are
-    lost, where such are in them; twins: the layouts that one is made of, where several meshes hold the tensor
-    if their values are equal. Both have the tensors that `held` was asked for."""
+    """The sides of all ranks, and what they say together. groups: each side once, with the ranks whose side
+    it is, in the order of the first of these. had: the layouts of tensors with ranks that are lost, where
+    such are in them; twins: the layouts that one is made of, where several meshes hold the tensor if their
+    values are equal. Both have the tensors that `held` was asked for. moves: one for each source and
+    destination that tensors share.
+
+    A model has many names, and few kinds of them: what ranks say with the same objects is found once."""
 
     def __init__(self, sides: Mapping[int, StateSide]) -> None:
         self.sides = sides
@@ -424,17 +428,27 @@ class Sides:
         self._places: dict[str, list[Layout]] = {}
         self._held: dict[str, Held] = {}
         self._mapped: dict[int, dict[str, tuple[tuple[int, ...], list[Block]]]] = {}
-        self.own = frozenset(name for side in sides.values() for name in side.own)
-        self._holders: dict[str, dict[int, Held]] = {}
-        for other in self.ranks:
-            for name, held in sides[other].held.items():
-                holders = self._holders.setdefault(name, {})
-                if not (holders and name in self.own):  # of a rank's own, the lowest rank's
-                    holders[other] = held
+        self._held_kinds: dict[tuple[int, ...], tuple[Held, Layout | None, tuple[Layout, ...]]] = {}
+        self._wanted_kinds: dict[tuple[int, ...], tuple[Wanted, list[Layout]]] = {}
+        self.moves: dict[Hashable, Move] = {}
+        self._by_group: dict[Hashable, Layout] = {}
+        same: dict[int, list[int]] = {}
+        for rank in self.ranks:
+            same.setdefault(id(sides[rank]), []).append(rank)
+        self.groups = [(ranks, sides[ranks[0]]) for ranks in same.values()]
+        self._same = {ranks[0]: ranks for ranks in same.values()}
+        self.own = frozenset(name for _, side in self.groups for name in side.own)
+        self._loaded = {name for _, side in self.groups for name in side.loaded}
+        self._named = {name for _, side in self.groups for name in side.held}
 
     @property
     def first(self) -> StateSide:
         return self.sides[self.ranks[0]]
+
+    @cached_property
+    def obstacles(self) -> dict[int, tuple[str, str]]:
+        """Why ranks cannot use GPUs, those that can left out."""
+        return {rank: each.obstacles for rank, each in sorted(self.sides.items()) if any(each.obstacles)}
 
     @cached_property
     def lost(self) -> dict[int, int]:
@@ -443,19 +457,32 @@ class Sides:
 
     def names(self) -> list[str]:
         """Returns the names of all destinations, in the order in which the ranks say them."""
-        found: dict[str, None] = {}
-        for rank in self.ranks:
-            found.update(dict.fromkeys(self.sides[rank].wanted))
-        return list(found)
+        return list(dict.fromkeys(name for _, side in self.groups for name in side.wanted))
+
+    def holds(self, name: str) -> bool:
+        """Returns whether any rank has a tensor."""
+        return name in self._named
 
     def holders(self, name: str) -> dict[int, Held]:
-        """Returns what each rank that has a tensor says of it, by ascending rank."""
-        return self._holders.get(name, {})
+        """Returns what each rank that has a tensor says of it, by ascending rank; of a rank's own, the lowest
+        rank's."""
+        found = sorted(
+            (rank, side.held[name]) for ranks, side in self.groups if name in side.held for rank in ranks
+        )
+        return dict(found[:1] if name in self.own else found)
 
     def wanted(self, name: str) -> Wanted:
         """Raises PlanMismatchError where ranks name different destinations, or one inside names none. A rank
         inside of a sub-mesh names that; one outside may name the whole mesh that these make up. Meshes that
         share no rank, as those of several engines, receive all at once."""
+        key = tuple(id(side.wanted.get(name)) for _, side in self.groups)
+        if key not in self._wanted_kinds:
+            self._wanted_kinds[key] = self._agreed_on(name)
+        wanted, self._places[name] = self._wanted_kinds[key]
+        return wanted
+
+    def _agreed_on(self, name: str) -> tuple[Wanted, list[Layout]]:
+        """Returns the destination of a name, and the layouts of its meshes."""
         said = {rank: self.sides[rank].wanted[name] for rank in self.ranks if name in self.sides[rank].wanted}
         copies = tuple(rank for rank, each in said.items() if each.layout is None)
         said |= {rank: said[rank]._replace(layout=copies_on(copies)) for rank in copies}
@@ -491,8 +518,7 @@ class Sides:
                         f"ranks {first_rank} and {rank} ask for different tensors: rank {rank} is in the "
                         f"destination of {name!r}, {each}, but names none for it"
                     )
-        self._places[name] = layouts
-        return first._replace(layout=layouts[0])
+        return first._replace(layout=layouts[0]), layouts
 
     def place(self, name: str, shape: tuple[int, ...]) -> Layout:
         """Returns where a tensor goes, once `wanted` was asked: to one mesh, or to several that share no
@@ -517,10 +543,26 @@ class Sides:
     def held(self, name: str) -> Held:
         """Raises LayoutError where no rank, or not every rank that should, has it; PlanMismatchError where
         ranks describe it differently."""
-        found = self._held.get(name)
-        if found is None:
-            found = self._held[name] = self._together(name)
-        return found
+        if name not in self._held:
+            known = {} if name in self.own or name in self._loaded else self._held_kinds
+            key = tuple(id(side.held.get(name)) for _, side in self.groups if side.held)
+            if key not in known:
+                known[key] = self._together(name)
+            self._held[name], had, twins = known[key]
+            if had is not None:
+                self.had[name] = had
+            if twins:
+                self.twins[name] = twins
+        return self._held[name]
+
+    def by_group(self, held: Sequence[tuple[int, HeldBoxes]], ndim: int) -> Layout:
+        """Returns the layout in which all ranks of a group hold the same, by the first rank of the group."""
+        key = (ndim, tuple(held))
+        if key not in self._by_group:
+            boxes = sorted((rank, each) for first, each in held for rank in self._same[first])
+            ranks, boxes_of_ranks = zip(*boxes, strict=True)
+            self._by_group[key] = Layout._of_held(ranks, boxes_of_ranks, ndim)
+        return self._by_group[key]
 
     def mapped(
         self, each: TensorMap, shapes: dict[str, tuple[int, ...]]
@@ -532,7 +574,7 @@ class Sides:
 
     def check_asked(self, name: str) -> None:
         """Raises unless some rank has a tensor that is asked for by this name."""
-        if name in self._holders:
+        if self.holds(name):
             return
         naming = [rank for rank in self.ranks if name in self.sides[rank].wanted]
         if len(naming) < len(self.ranks):
@@ -543,7 +585,8 @@ class Sides:
             )
         raise LayoutError(f"no rank's state_dict has the key {name!r}, for which a destination is given")
 
-    def _together(self, name: str) -> Held:
+    def _together(self, name: str) -> tuple[Held, Layout | None, tuple[Layout, ...]]:
+        """Returns what all ranks together hold; where it lay before ranks were lost; its twins."""
         holders = self.holders(name)
         first_rank, first = next(iter(holders.items()))
         for rank, other in holders.items():
@@ -554,7 +597,7 @@ class Sides:
             if not alike:
                 raise self._unlike(name, first_rank, first, rank, other)
         if first.layout is None:
-            return first._replace(layout=copies_on(tuple(sorted(holders))))
+            return first._replace(layout=copies_on(tuple(holders))), None, ()
         if name in self.own:
             raise LayoutError(
                 f"own= names {name!r}, a shard under {first.layout}; it is for whole entries of which "
@@ -593,11 +636,8 @@ class Sides:
             layouts = [layout for layout in layouts if self._lives(layout, first.shape)] or layouts[:1]
         layout = self._with_loaded(name, together(layouts, first.shape), first)
         left = survivors(layout, first.shape, self.lost, repr(name))
-        if left is not layout:
-            self.had[name] = layout
-        if len(layouts) > 1:
-            self.twins[name] = tuple(layouts)
-        return first._replace(layout=left or layout)
+        had = None if left is layout else layout
+        return first._replace(layout=left or layout), had, tuple(layouts) if len(layouts) > 1 else ()
 
     def _lives(self, layout: Layout, shape: tuple[int, ...]) -> bool:
         """Returns whether ranks that are not lost hold all of it."""
@@ -622,13 +662,13 @@ class Sides:
     def check_lost(self) -> None:
         """Raises where a lost rank is in no layout of what is held (where all are copies, no layout says),
         and where something was loaded that no layout is for."""
-        for rank, side in self.sides.items():
+        for (rank, *_), side in self.groups:
             odd = [name for name in side.loaded if all(h.layout is None for h in self.holders(name).values())]
             if odd:
                 raise LayoutError(
                     f"rank {rank} has loaded a part of {names_text(odd)}, of which no rank holds a shard"
                 )
-        said = {held.layout for holders in self._holders.values() for held in holders.values()} - {None}
+        said = {held.layout for _, side in self.groups for held in side.held.values()} - {None}
         layouts = [layout for layout in said if layout is not None]
         known = {rank for layout in layouts for rank in layout.ranks}
         never = sorted(called for number, called in self.lost.items() if number not in known)
@@ -640,8 +680,7 @@ class Sides:
 
     def check_options(self) -> None:
         """Raises where ranks call otherwise, or a name that one gives is known to none."""
-        for other in self.ranks[1:]:
-            side = self.sides[other]
+        for (other, *_), side in self.groups[1:]:
             for what in ("options", "maps", "scales"):
                 mine, theirs = getattr(self.first, what), getattr(side, what)
                 if mine != theirs:
@@ -650,35 +689,35 @@ class Sides:
                         f"rank {other}"
                     )
         new: dict[str, tuple[int, str | None]] = {}
-        for rank in self.ranks:
-            for old, name in self.sides[rank].renamed.items():
+        for (rank, *_), side in self.groups:
+            for old, name in side.renamed.items():
                 before, earlier = new.setdefault(old, (rank, name))
                 if earlier != name:
                     raise mismatch(
                         f"rename makes {earlier!r} of {old!r} on rank {before}, but {name!r} on rank {rank}"
                     )
-        wanted = {name for side in self.sides.values() for name in (*side.wanted, *side.carried)}
+        wanted = {name for _, side in self.groups for name in (*side.wanted, *side.carried)}
         for argument, known, what in (
             ("rename", new, "no rank's state_dict has"),
-            ("layouts", self._holders, "no rank's state_dict has"),
+            ("layouts", self._named, "no rank's state_dict has"),
             ("only", wanted, "no destination is given for"),
             ("dtype", wanted, "no destination is given for"),
             ("quantize", wanted, "no destination is given for"),
         ):
-            for rank in self.ranks:
-                odd = [name for name in self.sides[rank].unmatched[argument] if name not in known]
+            for (rank, *_), side in self.groups:
+                odd = [name for name in side.unmatched[argument] if name not in known]
                 if odd:
                     raise LayoutError(f"{argument}= on rank {rank} names what {what}: {names_text(odd)}")
 
     def check_extra(self, used: set[str]) -> None:
         """Raises where a rank holds what no rank asked for."""
-        if not self.first.options.strict or any(side.selects for side in self.sides.values()):
+        if not self.first.options.strict or any(side.selects for _, side in self.groups):
             return
-        for holder in self.ranks:
-            extra = [name for name in self.sides[holder].held if name not in used]
+        for (rank, *_), side in self.groups:
+            extra = [name for name in side.held if name not in used]
             if extra:
                 raise LayoutError(
-                    f"rank {holder} holds {names_text(extra)}, for which no destination is given; add "
+                    f"rank {rank} holds {names_text(extra)}, for which no destination is given; add "
                     "one or pass strict=False"
                 )
 

@@ -7,6 +7,7 @@ error. Layouts are copies of plain tensors, what a map makes of a destination, o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -62,8 +63,13 @@ def mapped_layout(
     return Layout._of_held(ranks, tuple(held), ndim) if ranks else None
 
 
-def _meet(block: Block, piece: Piece) -> list[Piece]:
+def _meet(block: Block, piece: Piece) -> tuple[Piece, ...]:
     """The part of a block that a piece of the destination holds, as a box of the source; none or one."""
+    return _met(block._replace(source=""), piece)
+
+
+@lru_cache(maxsize=4096)  # the blocks of a model's layers have other sources alone
+def _met(block: Block, piece: Piece) -> tuple[Piece, ...]:
     box, at, axes, steps = piece
     ndim = len(box)
     axes, steps = axes or tuple(range(ndim)), steps or (1,) * ndim
@@ -76,16 +82,16 @@ def _meet(block: Block, piece: Piece) -> list[Piece]:
         begin = max(low, block.at[dim])
         end = min(high, block.at[dim] + (1 if own is None else block.sizes[own]))
         if begin >= end:
-            return []
+            return ()
         if own is not None:
             first = block.low[own] + begin - block.at[dim]
             source[own] = (first, first + end - begin)
         local[axes[dim]] += (begin - low) * steps[dim]
     if any(low >= high for low, high in source):
-        return []
+        return ()
     along = tuple(0 if axis is None else axes[axis] for axis in block.axes)
     step = tuple(0 if axis is None else steps[axis] for axis in block.axes)
-    return [(tuple(source), tuple(local), along, step)]
+    return ((tuple(source), tuple(local), along, step),)
 
 
 def check_blocks(
@@ -137,24 +143,24 @@ def agree(given: Mapping[int, StateSide]) -> Agreed:
     sides.check_options()
     sides.check_lost()
     names = sides.names()
-    carried = {name for side in given.values() for name in side.carried}
-    recorded = {name: None for side in given.values() for name in side.recorded}
+    carried = {name for _, side in sides.groups for name in side.carried}
+    recorded = {name: None for _, side in sides.groups for name in side.recorded}
     if not names and not carried and not recorded:
         raise LayoutError(
             "no destinations; give (mesh, placements) for at least one name, where it is received"
         )
-    values = {name for name in names if name in carried and not sides.holders(name)}
+    values = {name for name in names if name in carried and not sides.holds(name)}
     wanted = {name: sides.wanted(name) for name in names if name not in values}
     makers = {target: each for each in sides.first.maps for target in each.target_names()}
     used: set[str] = set()
     made: dict[str, tuple[tuple[int, ...], list[Block]]] = {}
     scales = {scale for each in wanted.values() if each.quantize for scale in each.quantize.scales}
     for name in wanted:
-        if name in scales and name not in makers and not sides.holders(name):
+        if name in scales and name not in makers and not sides.holds(name):
             continue
         if name in makers:
             if name not in made:
-                sources = [source for source in makers[name].names() if sides.holders(source)]
+                sources = [source for source in makers[name].names() if sides.holds(source)]
                 made |= mapped(makers[name], {source: sides.held(source).shape for source in sources})
             used.update(makers[name].names())
         else:
@@ -178,7 +184,7 @@ def agree(given: Mapping[int, StateSide]) -> Agreed:
         target = _recorded_target(name, sides, makers, used, missing)
         targets[target.name] = target
     raise_gone(list(missing))
-    sides.check_extra(used.union(name for side in given.values() for name in side.skipped))
+    sides.check_extra(used.union(name for _, side in sides.groups for name in side.skipped))
     _tie(targets, sides, makers)
     _check_scales(targets, sides)
     held = {name: sides.held(name) for name in sorted(used)}
@@ -203,7 +209,7 @@ def _chosen(
     found: dict[str, Quantize] = {}
     left: list[str] = []
     for name, each in wanted.items():
-        if each.quantize is None or not (name in made or sides.holders(name)):
+        if each.quantize is None or not (name in made or sides.holds(name)):
             continue
         shape, blocks = made.get(name, ((), []))
         held = [sides.held(source) for source in dict.fromkeys(b.source for b in blocks) or (name,)]
@@ -267,7 +273,7 @@ def _quantized_targets(
     found_targets = [values]
     scale_shapes = [scheme.scales_shape(name, shape), ()]
     for scale, scale_shape in zip(chosen[name].scales, scale_shapes, strict=False):
-        if sides.holders(scale):
+        if sides.holds(scale):
             holder = next(iter(sides.holders(scale)))
             raise LayoutError(
                 f"quantize makes {scale!r}, the scales of {name!r}, which rank {holder} holds as well; give "
@@ -341,7 +347,6 @@ def _target(
         dst = layout if made is None else mapped_layout(parts[source], shape, layout, len(each.shape))
         if dst is None or not _lives(source, each, dst, sides, missing):
             continue
-        check_holds(source, each.shape, each.where, dst)
         types = device_types_of(each.device_type, wanted.device_type)
         _check_gpus(name, each.where, layout, types, sides)
         target.moves.append(
@@ -358,32 +363,25 @@ def _recorded_target(
     missing: dict[Gone, None],
 ) -> Target:
     """The memory of a parameter, as the loaders of all ranks that have it were recorded."""
-    landings = {
-        rank: sides.sides[rank].recorded[name] for rank in sides.ranks if name in sides.sides[rank].recorded
-    }
-    first_rank, first = next(iter(landings.items()))
-    wanted: dict[str, dict[int, tuple[Piece, ...]]] = {}
-    read: dict[int, dict[str, tuple[Piece, ...]]] = {}  # of each landing: those of replicas are one object
-    for rank, landing in landings.items():
+    landings = [(ranks, side.recorded[name]) for ranks, side in sides.groups if name in side.recorded]
+    (first_rank, *_), first = landings[0]
+    wanted: dict[str, list[tuple[int, HeldBoxes]]] = {}
+    for (rank, *_), landing in landings:
         if (landing.dtype, landing.device_type) != (first.dtype, first.device_type):
             raise mismatch(
                 f"the parameter {name!r} is {dtype_name(first.dtype)} on {first.device_type} on rank "
                 f"{first_rank}, but {dtype_name(landing.dtype)} on {landing.device_type} on rank {rank}"
             )
-        if id(landing) not in read:
-            read[id(landing)] = _pieces_of(landing, sides, makers)
-        for tensor, pieces in read[id(landing)].items():
-            wanted.setdefault(tensor, {})[rank] = pieces
-    memory = Layout._of_held(tuple(landings), tuple(((each.numel,), ()) for each in landings.values()), 1)
+        for tensor, pieces in _pieces_of(landing, sides, makers).items():
+            wanted.setdefault(tensor, []).append((rank, ((landing.numel,), pieces)))
+    memory = sides.by_group([(ranks[0], ((landing.numel,), ())) for ranks, landing in landings], 1)
     target = Target(recorded_name(name), (), first.dtype, memory, first.device_type, recorded=True)
-    for tensor, ranks in wanted.items():
+    for tensor, held in wanted.items():
         used.add(tensor)
         each = sides.held(tensor)
-        held = tuple(((landings[rank].numel,), pieces) for rank, pieces in ranks.items())
-        dst = Layout._of_held(tuple(ranks), held, len(each.shape))
+        dst = sides.by_group(held, len(each.shape))
         _check_cast(repr(tensor), each.dtype, f"the parameter {name!r}", first.dtype)
         if _lives(tensor, each, dst, sides, missing):
-            check_holds(tensor, each.shape, each.where, dst)
             types = device_types_of(each.device_type, first.device_type)
             _check_gpus(tensor, each.where, dst, types, sides)
             target.moves.append(_move(tensor, target, each, dst, types, False, sides))
@@ -399,14 +397,14 @@ def _pieces_of(
     for source in landing.sources:
         entry, shape, pieces = source.entry, source.shape, source.placed()
         if entry in makers:
-            tensors = [each for each in makers[entry].names() if sides.holders(each)]
+            tensors = [each for each in makers[entry].names() if sides.holds(each)]
             made = sides.mapped(makers[entry], {each: sides.held(each).shape for each in tensors})
             found, blocks = made[entry]
             for block in blocks if found == shape else ():
                 for piece in pieces:
                     wanted.setdefault(block.source, []).extend(_meet(block, piece))
         else:
-            if not sides.holders(entry):
+            if not sides.holds(entry):
                 raise LayoutError(
                     f"no rank's state_dict has the key {entry!r}, which the recorded loader uses"
                 )
@@ -429,6 +427,12 @@ def _move(
     through_host: bool,
     sides: Sides,
 ) -> Move:
+    """Raises LayoutError where the source does not have all that is wanted of it."""
+    key = (id(held), id(dst), target.dtype, device_types, through_host)
+    known = sides.moves.get(key)
+    if known is not None:
+        return known._replace(source=name, target=target.name)
+    check_holds(name, held.shape, held.where, dst)
     # A digest of values that are reduced on the way could not be taken at their source.
     digest = sides.first.options.digest
     source = Source(held.shape, held.dtype, held.where, None, reduce_first=digest)
@@ -438,7 +442,8 @@ def _move(
     wire = wire_dtype(source, target.dtype)
     ends = ends_of(held.dtype, wire, target.dtype, device_types)
     problem = Problem(held.shape, wire, src, dst)
-    return Move(name, target.name, problem, ends, device_types, reduces, through_host)
+    move = sides.moves[key] = Move(name, target.name, problem, ends, device_types, reduces, through_host)
+    return move
 
 
 def _lives(name: str, held: Held, wanted: Layout, sides: Sides, missing: dict[Gone, None]) -> bool:
@@ -498,9 +503,9 @@ def _hint(out: Output, wanted: Wanted, expected: tuple[int, ...]) -> str:
 def _check_gpus(name: str, src: Layout, dst: Layout, types: DeviceTypes, sides: Sides) -> None:
     """Raises LayoutError where one of the tensor's ranks cannot use the GPU that it should be on."""
     for layout, device in zip((src, dst), types, strict=True):
-        for rank in layout.ranks if device == "cuda" else ():
-            reason = sides.sides[rank].obstacles[types != ("cuda", "cuda")]
-            if reason:
+        for rank, obstacles in sides.obstacles.items() if device == "cuda" else ():
+            reason = obstacles[types != ("cuda", "cuda")]
+            if reason and rank in layout.ranks:
                 text = f"{name!r} is to be on cuda on rank {rank}, but there {reason}"
                 raise LayoutError(text, peer=rank)
 

@@ -4,8 +4,8 @@ boxes."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 from ..base import checks
 from ..base.checks import Reader
@@ -114,22 +114,18 @@ class TensorMap:
         return _names(self._targets())
 
     def to_wire(self) -> dict[str, Any]:
-        """Returns its form in JSON."""
-        sources, targets = (
-            [each.to_wire() if isinstance(each, TensorMap) else each for each in side]
-            for side in (self._sources(), self._targets())
-        )
-        return {
-            **{each.name: getattr(self, each.name) for each in fields(self)},
-            "sources": sources,
-            "targets": targets,
-        }
+        """Returns its form in JSON: what differs from the defaults."""
+        given = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
+        said = {name: value for name, value, default in given if value != default}
+        for side in said.keys() & {"sources", "targets"}:
+            said[side] = [each.to_wire() if isinstance(each, TensorMap) else each for each in said[side]]
+        return said
 
     @classmethod
     def from_wire(cls, reader: Reader) -> TensorMap:
         """Undoes `to_wire`."""
-        said = {each.name: reader.value(each.name) for each in fields(cls)}
-        for side in ("sources", "targets"):
+        said = {each.name: reader.value(each.name) for each in fields(cls) if reader.has(each.name)}
+        for side in said.keys() & {"sources", "targets"}:
             said[side] = [
                 each if isinstance(each, str) else cls.from_wire(Reader(each, side)) for each in said[side]
             ]
@@ -148,8 +144,7 @@ def _listed(name: str, value: Any, kinds: tuple[type, ...]) -> tuple[Any, ...]:
     return listed
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A box of a source, and where it lies in something that sources make. axes: for each dimension of the
     source the one that it lies along there; None: a dimension of one element that was removed."""
 
@@ -167,29 +162,28 @@ class Block:
         begin, end = max(low, self.at[dim]), min(high, self.at[dim] + self.sizes[own])
         if begin >= end:
             return None
-        return replace(
-            self,
+        return self._replace(
             low=_with(self.low, own, self.low[own] + begin - self.at[dim]),
             sizes=_with(self.sizes, own, end - begin),
             at=_with(self.at, dim, begin),
         )
 
     def moved(self, dim: int, by: int) -> Block:
-        return replace(self, at=_with(self.at, dim, self.at[dim] + by))
+        return self._replace(at=_with(self.at, dim, self.at[dim] + by))
 
     def without(self, dim: int) -> Block:
         """Returns the block without that dimension, in which it has one element."""
         axes = tuple(None if axis is None or axis == dim else axis - (axis > dim) for axis in self.axes)
-        return replace(self, axes=axes, at=self.at[:dim] + self.at[dim + 1 :])
+        return self._replace(axes=axes, at=self.at[:dim] + self.at[dim + 1 :])
 
     def beside(self, dim: int, index: int) -> Block:
         """In slice `index` of a new dimension."""
         axes = tuple(None if axis is None else axis + (axis >= dim) for axis in self.axes)
-        return replace(self, axes=axes, at=(*self.at[:dim], index, *self.at[dim:]))
+        return self._replace(axes=axes, at=(*self.at[:dim], index, *self.at[dim:]))
 
     def permuted(self, order: Sequence[int]) -> Block:
         axes = tuple(None if axis is None else order.index(axis) for axis in self.axes)
-        return replace(self, axes=axes, at=tuple(self.at[dim] for dim in order))
+        return self._replace(axes=axes, at=tuple(self.at[dim] for dim in order))
 
 
 def mapped(each: TensorMap, shapes: Mapping[str, _Shape]) -> dict[str, tuple[_Shape, list[Block]]]:

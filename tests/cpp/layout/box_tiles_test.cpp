@@ -64,20 +64,21 @@ std::string problem_of(const Layout& layout, const std::vector<int64_t>& shape) 
 
 TEST_CASE("tiles do not overlap and name every holder") {
   std::mt19937 random(7);
-  const std::vector<int64_t> shape{7, 6};
-  for (int round = 0; round < 50; ++round) {
-    std::vector<std::vector<Box>> boxes(4);
+  for (int round = 0; round < 60; ++round) {
+    const int64_t rows = round % 3 ? 7 : 70;
+    const std::vector<int64_t> shape{rows, 6};
+    std::vector<std::vector<Box>> boxes(round % 3 ? 4 : 25);
     for (auto& each : boxes) {
       const auto side = [&](int64_t size) {
         const int64_t lo = static_cast<int64_t>(random() % static_cast<uint64_t>(size));
         return std::pair{lo, lo + 1 + static_cast<int64_t>(random() % static_cast<uint64_t>(size - lo))};
       };
-      each.push_back(box_of({side(7), side(6)}));
+      each.push_back(box_of({side(rows), side(6)}));
     }
     const Layout layout = by_boxes(boxes);
     REQUIRE(problem_of(layout, shape).empty());
     const auto tiles = box_tiles(layout, shape);
-    for (int64_t i = 0; i < 7; ++i) {
+    for (int64_t i = 0; i < rows; ++i) {
       for (int64_t j = 0; j < 6; ++j) {
         const Box at = box_of({{i, i + 1}, {j, j + 1}});
         std::vector<int32_t> expected;
@@ -141,6 +142,23 @@ TEST_CASE("what one rank wants twice is named") {
   const auto scalar = [](size_t times) { return by_boxes({std::vector<Box>(times, box_of({}))}); };
   CHECK_NOTHROW(meet_tiles(box_tiles(scalar(1), {}), box_tiles(scalar(1), {})));
   CHECK_THROWS_AS(meet_tiles(box_tiles(scalar(1), {}), box_tiles(scalar(2), {})), LayoutError);
+}
+
+TEST_CASE("what a rank counts lies in its pieces, as often as ranks want it") {
+  const Layout source = by_boxes({{box_of({{4, 8}}), box_of({{0, 2}})}, {box_of({{0, 4}})}});
+  const Layout wanted = by_boxes({{box_of({{1, 5}})}, {box_of({{0, 3}})}});
+  const auto first = counted_boxes(source, wanted, {8}, 0);
+  REQUIRE(first.size() == 3);
+  CHECK(first[0].box == box_of({{0, 1}}));
+  CHECK((first[0].piece == 1 && first[0].times == 1));
+  CHECK(first[1].box == box_of({{1, 2}}));
+  CHECK((first[1].piece == 1 && first[1].times == 2));
+  CHECK(first[2].box == box_of({{4, 5}}));
+  CHECK((first[2].piece == 0 && first[2].times == 1));
+  CHECK(counted_boxes(source, wanted, {8}, 1).size() == 2);  // [2:3] and [3:4]
+  CHECK(counted_boxes(source, wanted, {8}, 2).empty());
+  const Layout scalar = by_boxes({{box_of({})}});
+  CHECK(counted_boxes(scalar, scalar, {}, 0).size() == 1);
 }
 
 TEST_CASE("boxes outside of the tensor or of the local tensor are refused") {
