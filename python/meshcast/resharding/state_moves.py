@@ -16,7 +16,7 @@ from ..base.checks import dtype_name
 from ..errors import LayoutError
 from ..layout import Box, Layout
 from ..planning.plan import Problem
-from ..transfers.block_scaled import SOURCES, Quantize
+from ..transfers.block_scaled import SOURCES, Quantize, Scheme
 from ..transfers.medium import DeviceTypes, Ends, device_types_of, ends_of
 from .compiled import check_reducible, reduced_layout, wire_dtype
 from .meshes import (
@@ -251,11 +251,7 @@ def _quantized_targets(
                 f"{source!r} is {dtype_name(each.dtype)}, which quantize={scheme.text!r} does not take; "
                 f"allowed are {allowed}"
             )
-        if each.device_type != "cpu":
-            raise LayoutError(
-                f"{source!r} is on {each.device_type}; quantize= takes tensors on the CPU: send a copy from "
-                "there, or quantise before the call"
-            )
+        _check_kernels(source, each, scheme, sides)
         if each.where.has_partial:
             raise LayoutError(f"{source!r} is under {each.where}; reduce it before it is quantised")
         if _lives(source, each, copies_on(tuple(sorted(each.where.ranks))), sides, missing):
@@ -287,17 +283,36 @@ def _quantized_targets(
         _check_outputs(target, wanted.get(target.name, own), sides)
     if not places or missing:
         return found_targets, None
+    device_types = {each.device_type for each in held.values()}
+    if len(device_types) > 1:
+        raise LayoutError(
+            f"{name!r} is made of tensors on {' and '.join(sorted(device_types))}, which quantize= cannot "
+            "join; put all of them on one"
+        )
     dtype = reduce(torch.promote_types, (each.dtype for each in held.values()))
     what = quantized(name, scheme, shape, dtype, places)
     of_scales = (what.scales if each else copies_on(tuple(what.parts)) for each in scale_shapes)
     sources = (what.values, *of_scales)
     for target, source, src in zip(found_targets, what.names.results, sources, strict=True):
-        types = device_types_of("cpu", target.device_type)
+        types = device_types_of(min(device_types), target.device_type)
         check_holds(target.name, target.shape, src, target.layout)
         _check_gpus(target.name, src, target.layout, types, sides)
         problem = Problem(target.shape, target.dtype, src, target.layout)
         target.moves.append(Move(source, target.name, problem, Ends(target.dtype, target.dtype), types))
     return found_targets, what
+
+
+def _check_kernels(source: str, held: Held, scheme: Scheme, sides: Sides) -> None:
+    """Raises LayoutError where a rank that holds a tensor cannot quantise it on its device. A type of the
+    user's own needs no kernels of meshcast."""
+    reasons = {rank: sides.sides[rank].obstacles[scheme.own] for rank in held.where.ranks}
+    rank = next((rank for rank, reason in reasons.items() if reason), None)
+    if held.device_type == "cuda" and rank is not None:
+        raise LayoutError(
+            f"{source!r} is on cuda, where quantize={scheme.text!r} cannot run on rank {rank}: "
+            f"{reasons[rank]}; or send a copy from the CPU, or quantise before the call",
+            peer=rank,
+        )
 
 
 def _check_outputs(target: Target, wanted: Wanted, sides: Sides) -> None:

@@ -1,6 +1,8 @@
 """Tensors that become block-scaled on the way: who holds which part of them, in the coordinates of the
 target; what the holders of one block exchange; and this rank's values and scales, made of its own parts.
 
+Magnitudes are agreed on and scales made on the host, values where the tensor is.
+
 No shard is gathered. Where several ranks hold a block, each gets the largest magnitude in the others' parts
 of it, 4 bytes each. For nvfp4, each holder also gets the largest magnitude of every part; and where the two
 values of a byte are on two ranks, the one that has the first gets the second. So it is with the blocks of a
@@ -436,7 +438,8 @@ class Blocks:
             *[_sizes(block_box(box, made.block) for box in wholes)] * len(scheme.scales),
         ]
         dtypes = (scheme.values, *scheme.scales)
-        results = [fresh((sum(each),), dtype) for each, dtype in zip(counts, dtypes, strict=True)]
+        device = _device(made, self._rank, sources)
+        results = [fresh((sum(each),), dtype, device) for each, dtype in zip(counts, dtypes, strict=True)]
         room = zip(*(flat.split(each) for flat, each in zip(results, counts, strict=True)), strict=True)
         for part, outs in zip(made.parts[self._rank], room, strict=True):
             box, view = self._whole_cells(made, part.box, _view(part, sources))
@@ -459,16 +462,16 @@ class Blocks:
             if names[0] in wanted:
                 found[names[0]] = self._values(made, sources)
             if names[1] in wanted:
-                found[names[1]] = self._scales(made)
+                found[names[1]] = self._scales(made).to(_device(made, self._rank, sources))
             if names[-1] in wanted and made.scheme.kind == "nvfp4":
                 scale = tensor_scale_of(self._tensor_amax[made.name])
-                found[names[-1]] = _floats().fill_(scale)
+                found[names[-1]] = _floats().fill_(scale).to(_device(made, self._rank, sources))
         return found
 
     def _values(self, made: Quantized, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
         parts, scheme = made.parts[self._rank], made.scheme
         sizes = _sizes(_stored(_whole(part.box, made.cell, made.shape), scheme.packed) for part in parts)
-        values = fresh((sum(sizes),), scheme.values)
+        values = fresh((sum(sizes),), scheme.values, _device(made, self._rank, sources))
         for part, amax, out in zip(parts, self._amax[made.name], values.split(sizes), strict=True):
             box, view = self._whole_cells(made, part.box, _view(part, sources))
             if box != part.box and 0 not in extents(box):
@@ -483,7 +486,7 @@ class Blocks:
         whole = _whole(box, made.cell, made.shape)
         if whole == box:
             return whole, view
-        found = torch.empty(extents(whole), dtype=made.dtype)
+        found = torch.empty(extents(whole), dtype=made.dtype, device=view.device)
         inside = common(box, whole)
         if inside is not None:
             _inside(found, whole, inside).copy_(_inside(view, box, inside))
@@ -505,6 +508,11 @@ class Blocks:
                 scales_of(scheme, mine, self._tensor_amax.get(made.name, 0.0), out)
             left = [each for each in left if common(each[0], blocks) != each[0]]
         return found
+
+
+def _device(made: Quantized, rank: int, sources: Mapping[str, torch.Tensor]) -> torch.device:
+    """The device of what a rank holds of a target."""
+    return sources[made.parts[rank][0].source].device
 
 
 def _view(part: Part, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:

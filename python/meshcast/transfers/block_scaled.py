@@ -1,5 +1,5 @@
 """Values of 8 and 4 bits that share a scale by blocks: the schemes by name and those of the user, what
-``quantize=`` asks for, and how a rank quantises a part of a tensor, on the CPU.
+``quantize=`` asks for, and how a rank quantises a part of a tensor, on the CPU or a GPU with the same bits.
 
 The largest magnitude of each block comes first. Parts that share a block agree on it, and each of them is
 then quantised by itself, with the bits that the whole tensor would get (csrc/core/memory/block_quantize.h).
@@ -133,8 +133,8 @@ class BlockScaled:
 
     Args:
         quantize: called with a part of a tensor that has whole blocks; returns its values and its scales, a
-            tensor for each of `scales`. The part is contiguous and on the CPU, in the dtype of the source
-            (of several, that of their concatenation); it needs no gradient, and is not to be written to. A
+            tensor for each of `scales`, on its device. The part is contiguous, in the dtype of the source (of
+            several, that of their concatenation); it needs no gradient, and is not to be written to. A
             block gets the same bits whatever else is in the part, for ranks cut a tensor as its layout does.
         block: sizes (rows, columns) along the last two dimensions. Blocks at the end of a tensor may be
             smaller.
@@ -305,13 +305,19 @@ class Quantizing:
 
 
 def amax_of(part: torch.Tensor, low: Sequence[int], block: Sequence[int], out: torch.Tensor) -> None:
-    """Fills out, float32, with the largest magnitude of each block that a part touches, row-major. low: where
-    the part begins in its tensor. NaN where one of a block is."""
-    _C.block_amax(part, low, block, out)
+    """Fills out, float32 on the CPU, with the largest magnitude of each block that a part touches, row-major.
+    low: where the part begins in its tensor. NaN where one of a block is."""
+    if not part.is_cuda:
+        _C.block_amax(part, low, block, out)
+    elif part.numel():
+        found = torch.empty(out.shape, device=part.device)
+        _C.cuda.block_amax(*_on_gpu(part), low, block, found.data_ptr(), *_stream_of(part))
+        out.copy_(found)  # once it is there
 
 
 def scales_of(scheme: Scheme, amax: torch.Tensor, tensor_amax: float, out: torch.Tensor) -> None:
-    """Fills out with the scales of blocks. tensor_amax: the largest magnitude of the tensor, for nvfp4."""
+    """Fills out with the scales of blocks, all on the CPU. tensor_amax: the largest magnitude of the tensor,
+    for nvfp4."""
     _C.block_scales(scheme.kind, amax, tensor_amax, out)
 
 
@@ -324,10 +330,31 @@ def values_of(
     tensor_amax: float,
     out: torch.Tensor,
 ) -> None:
-    """Fills out with the values of a part, row-major. amax: of the blocks that it touches, over the whole
-    tensor. A part of nvfp4 begins and ends between bytes."""
-    if math.prod(part.shape):
+    """Fills out, where the part is, with the values of a part, row-major. amax: of the blocks that it
+    touches, over the whole tensor, on the CPU. A part of nvfp4 begins and ends between bytes. On a GPU
+    the current stream does the work."""
+    if not math.prod(part.shape):
+        return
+    if not part.is_cuda:
         _C.block_values(scheme.kind, part, low, block, amax, tensor_amax, out)
+        return
+    there = amax.to(part.device)
+    kind = _C.cuda.BlockFormat.__members__[scheme.kind]
+    view, element = _on_gpu(part)
+    numbers = (there.data_ptr(), tensor_amax, out.data_ptr())
+    _C.cuda.block_values(kind, view, element, low, block, *numbers, *_stream_of(part))
+
+
+def _on_gpu(part: torch.Tensor) -> tuple[Any, Any]:
+    """The address, sizes and strides in bytes of a tensor, and its type."""
+    size = part.element_size()
+    view = part.data_ptr(), size, list(part.shape), [stride * size for stride in part.stride()]
+    return view, _C.cuda.ElementType.__members__[dtype_name(part.dtype)]
+
+
+def _stream_of(part: torch.Tensor) -> tuple[int, int]:
+    device = part.get_device()
+    return device, torch.cuda.current_stream(device).cuda_stream
 
 
 def tensor_scale_of(tensor_amax: float) -> float:

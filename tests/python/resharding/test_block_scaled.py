@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from meshcast import BlockScaled, LayoutError
 from meshcast.base.wire import pack, unpack
-from meshcast.transfers.block_scaled import Quantize, Quantizing, scheme_of
+from meshcast.transfers import block_scaled as module
+from meshcast.transfers.block_scaled import Quantize, Quantizing, amax_of, scheme_of, values_of
 
 
 def by_something(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,3 +109,74 @@ def test_memory_that_is_short_stays_what_it_is() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         BlockScaled(short, block=(1, 8), dtype=torch.int8).made("w", torch.zeros(2, 8))
+
+
+class OnGpu(torch.Tensor):
+    """A tensor on the CPU that takes the way of those on GPUs."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+class Kernels:
+    """The CPU's code behind the calls of csrc/binding/cuda, which are given addresses."""
+
+    BlockFormat = SimpleNamespace(__members__={name: name for name in ("fp8_e4m3", "mxfp8", "nvfp4")})
+    ElementType = SimpleNamespace(__members__={name: name for name in ("float32", "bfloat16", "float16")})
+
+    def __init__(self) -> None:
+        self.streams: list[tuple[int, int]] = []
+
+    def _tensor(self, view: tuple[int, int, list[int], list[int]], name: str) -> torch.Tensor:
+        address, size, shape, strides = view
+        dtype = getattr(torch, name)
+        assert dtype.itemsize == size
+        count = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) // size
+        flat = torch.frombuffer((ctypes.c_uint8 * (count * size)).from_address(address), dtype=dtype)
+        return flat.as_strided(shape, [stride // size for stride in strides])
+
+    def block_amax(self, view: Any, name: str, low: Any, block: Any, amax: int, *stream: int) -> None:
+        x = self._tensor(view, name)
+        counts = [-(-(at + n) // by) - at // by for at, n, by in zip(low, x.shape, block, strict=True)]
+        out = self._tensor((amax, 4, [math.prod(counts)], [4]), "float32")
+        module._C.block_amax(x, low, block, out)
+        self.streams.append((stream[0], stream[1]))
+
+    def block_values(
+        self, kind: str, view: Any, name: str, low: Any, block: Any, amax: int, most: float, out: int,
+        *stream: int,
+    ) -> None:  # fmt: skip
+        x = self._tensor(view, name)
+        counts = [-(-(at + n) // by) - at // by for at, n, by in zip(low, x.shape, block, strict=True)]
+        magnitudes = self._tensor((amax, 4, [math.prod(counts)], [4]), "float32")
+        size = x.numel() // (2 if kind == "nvfp4" else 1)
+        values = self._tensor((out, 1, [size], [1]), "uint8")
+        module._C.block_values(kind, x, low, block, magnitudes, most, values)
+        self.streams.append((stream[0], stream[1]))
+
+
+@pytest.mark.parametrize("text", ["fp8_e4m3:4x6", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernels_are_given_the_boxes_of_tensors_on_gpus(text: str, dtype: torch.dtype) -> None:
+    scheme = scheme_of(text)
+    full = torch.randn(64, 33, generator=torch.Generator().manual_seed(1)).to(dtype).t()
+    part, low = full[3:20, 32:], (3, 32)
+    block = scheme.blocks("x", full.new_empty(33, 64).shape)
+    counts = [-(-(at + n) // by) - at // by for at, n, by in zip(low, part.shape, block, strict=True)]
+    expected = torch.empty(counts)
+    amax_of(part, low, block, expected)
+    values = torch.empty(scheme.values_shape(part.shape), dtype=scheme.values)
+    values_of(scheme, part, low, block, expected, 3.0, values)
+    kernels, stream = Kernels(), SimpleNamespace(cuda_stream=77)
+    with (
+        mock.patch.object(module._C, "cuda", kernels, create=True),
+        mock.patch.object(torch.cuda, "current_stream", lambda device: stream if device == -1 else None),
+    ):
+        there = part.as_subclass(OnGpu)
+        amax = torch.full(counts, 9.0)
+        amax_of(there, low, block, amax)
+        assert torch.equal(amax, expected)
+        found = torch.zeros_like(values)
+        values_of(scheme, there, low, block, amax, 3.0, found)
+        assert torch.equal(found.view(torch.uint8), values.view(torch.uint8))
+        amax_of(there[:0], low, block, torch.empty(0))  # nothing to start a kernel for
+    assert kernels.streams == [(-1, 77)] * 2
