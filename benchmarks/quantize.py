@@ -37,7 +37,7 @@ def _seconds(text: str, x: torch.Tensor) -> list[list[float]]:
     scheme = scheme_of(text)
     block, low = scheme.blocks("x", x.shape), [0, 0]
     amax = torch.empty(scheme.scales_shape("x", x.shape))
-    scales = torch.empty(amax.shape, dtype=scheme.scales)
+    scales = torch.empty(amax.shape, dtype=scheme.scales[0])
     values, copied = torch.empty(scheme.values_shape(x.shape), dtype=scheme.values), torch.empty_like(x)
     steps: list[Callable[[], object]] = [
         lambda: copied.copy_(x),

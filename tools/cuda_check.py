@@ -153,7 +153,11 @@ def main() -> None:
             sys.exit(f"cuda-check: {program} finds no kernel in {_C.__file__}")
         for architecture, usage in sorted(found.items()):
             kinds = sorted(
-                {match[1] for name in usage if (match := re.search(r"\d+(Copy|Cast|Reduce|Divide)Op", name))}
+                {
+                    match[1] or match[2]
+                    for name in usage
+                    if (match := re.search(r"\d+(?:(Copy|Cast|Reduce|Divide)Op|(amax|values)_kernel)", name))
+                }
             )
             registers = max(used for used, _ in usage.values())
             on_stack = sorted(name for name, (_, stack) in usage.items() if stack > 0)
@@ -162,7 +166,7 @@ def main() -> None:
                 f"cuda-check: {architecture}: {len(usage)} kernels ({', '.join(kinds)}), "
                 f"up to {registers} registers, {stacks}"
             )
-            if kinds != ["Cast", "Copy", "Divide", "Reduce"]:
+            if kinds != ["Cast", "Copy", "Divide", "Reduce", "amax", "values"]:
                 sys.exit(f"cuda-check: kernels are missing for {architecture}")
         checked.append("kernels listed")
     print(f"cuda-check: checked: {', '.join(checked)}")

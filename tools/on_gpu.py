@@ -121,7 +121,7 @@ def steps() -> list[Step]:
             "kernels", "kernels against torch", 60, (on_device("kernels", "kernel_limits", needs_gpu=True),)
         ),
         Step("ipc", "ranks on one GPU over CUDA IPC", 100, (on_device("ipc"),)),
-        Step("casts", "to another dtype", 45, (on_device("casts"),)),
+        Step("casts", "to another dtype, block-scaled types", 60, (on_device("casts", "quantize"),)),
         Step(
             "rates",
             "rates over CUDA IPC between two ranks, and what plans take of them",
@@ -131,7 +131,7 @@ def steps() -> list[Step]:
         Step("backend", "backend, state dicts, compiled functions", 60, (on_device("backend", "wiring"),)),
         Step("pipeline", "pipelines, GPT and U-Transformer", 80, (on_device("pipeline"),)),
         Step("mixed", "between CPUs and GPUs", 45, (on_device("mixed"),)),
-        Step("review", "doubts, and one rank for each GPU", 110, (on_device("review", "reshard"),)),
+        Step("review", "doubts, and one rank for each GPU", 95, (on_device("review", "reshard"),)),
         Step(
             "figures",
             "rates of kernels, four ranks over CUDA IPC, a matrix product next to a reshard",

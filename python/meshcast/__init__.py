@@ -77,6 +77,7 @@ _NAMES = {
     "resharding.weight_sync": ("WeightProgress", "WeightStats", "WeightSync"),
     "spec": ("TensorSpec",),
     "topology": ("Host", "Nic", "Topology"),
+    "transfers.block_scaled": ("BlockScaled",),
     "transfers.handle": ("Handle", "TransferStats"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -49,5 +49,6 @@ from .spec import TensorSpec as TensorSpec
 from .topology import Host as Host
 from .topology import Nic as Nic
 from .topology import Topology as Topology
+from .transfers.block_scaled import BlockScaled as BlockScaled
 from .transfers.handle import Handle as Handle
 from .transfers.handle import TransferStats as TransferStats

@@ -20,6 +20,7 @@ from meshcast.groups.private import PrivateGroup
 from meshcast.resharding.compiled import tensor_spec
 from meshcast.topology import GpuFigures, MachineFigures
 from meshcast.transfers import gpu as gpu_module
+from meshcast.transfers import medium as medium_module
 from meshcast.transfers.gpu import GpuOffer
 from multiproc.meshes import resharder_between, sharded
 from multiproc.oracle import unique_fill
@@ -93,6 +94,55 @@ def a_cuda_mesh_without_gpu_is_refused(context) -> None:
     else:
         raise AssertionError("a mesh on cuda was accepted")
     reshard_still_works(context.rank, 1)
+
+
+def block_scaled_types_need_kernels(context) -> None:
+    """Of tensors on GPUs, where a rank has none, or the build no code for it; a type of the user's own needs
+    a GPU alone. All ranks hear of it."""
+    there, here = DeviceMesh("cuda", _WORLD, _init_backend=False), DeviceMesh("cpu", _WORLD)
+    own = meshcast.BlockScaled(lambda part: (part, part), block=(1, 4), dtype=torch.float32, name="own")
+    spec = tensor_spec(there, Layout(there, [Shard(0)]), (6, 32), torch.float32)
+    state = {"w": DTensor(torch.ones(2, 32), spec, requires_grad=False)}
+    on_cpu = tensor_spec(here, Layout(here, [Shard(0)]), (6, 32), torch.float32)
+    half = {**state, "v": DTensor(torch.ones(2, 32), on_cpu, requires_grad=False)}
+    joined = meshcast.TensorMap(["w", "v"], "x")
+    for kind in ("mxfp8", "fp8_e4m3:2x2", own):
+        for held, where, options, expected in (
+            (state, {"w": (here, [Replicate()])}, {}, "cannot run on rank 0: torch is a CPU build"),
+            (
+                half,
+                {"x": (here, [Replicate()])},
+                {"maps": joined},
+                "cannot run on rank 0: torch is a CPU build",
+            ),
+        ):
+            try:
+                meshcast.reshard_state_dict(held, where, quantize={next(iter(where)): kind}, **options)
+            except LayoutError as error:
+                assert expected in str(error), error
+            else:
+                raise AssertionError("a tensor on a GPU that is not there was quantised")
+    # Torch's part is there, meshcast's kernels are not, as in a build without CUDA.
+    with mock.patch.object(medium_module, "gpu_obstacle", lambda built, *_: "" if built else "no CUDA code"):
+        for held, name, kind, options, expected in (
+            (
+                state,
+                "w",
+                "nvfp4",
+                {},
+                "'w' is on cuda, where quantize='nvfp4' cannot run on rank 0: no CUDA code",
+            ),
+            (half, "x", own, {"maps": joined}, "'x' is made of tensors on cpu and cuda"),
+        ):
+            try:
+                meshcast.reshard_state_dict(
+                    held, {name: (here, [Replicate()])}, quantize={name: kind}, **options
+                )
+            except LayoutError as error:
+                assert expected in str(error), error
+            else:
+                raise AssertionError("a build without kernels quantised on a GPU")
+    reshard_still_works(context.rank, 2)
 
 
 def a_rank_without_gpu_refuses_what_is_for_it(context) -> None:
@@ -382,6 +432,7 @@ def a_rank_that_cannot_connect_ends_the_group(context) -> None:
 
 CASES = [
     a_cuda_mesh_without_gpu_is_refused,
+    block_scaled_types_need_kernels,
     a_rank_without_gpu_refuses_what_is_for_it,
     a_rank_alone_that_calls_for_gpus_is_named,
     a_rank_without_gpu_tells_all,

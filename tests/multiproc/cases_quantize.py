@@ -144,7 +144,8 @@ def maps(context) -> None:
                 quantize=scheme,
             )
             check(stacked, torch.stack([a, a + 1]), "ab", scheme, mesh, context.rank)
-            odd = {"a": values((9, 15), 6, torch.bfloat16), "b": values((9, 81), 7, torch.bfloat16)}
+            second = torch.randn(901, 81, generator=torch.Generator().manual_seed(7))
+            odd = {"a": values((901, 15), 6, torch.bfloat16), "b": second}  # bytes that have one of each
             joined = meshcast.reshard_state_dict(
                 held(context.rank, ranks, odd, way),
                 {"ab": (mesh, [Shard(0)])},

@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 from meshcast.errors import MeshcastError
 from meshcast.resharding.compile_op import new_token, register_call
+from multiproc.cases_quantize import SCHEMES, values
+from multiproc.cases_quantize_own import TYPES
 from multiproc.fake_gpu import FakeGpu, check, fake_gpu, held, mesh_on
 from multiproc.meshes import resharder_between, spread
 from multiproc.oracle import unique_fill
 from multiproc.random_layouts import draw
+from quantize_formula import quantized
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 GROUP_TIMEOUT = 60.0
@@ -258,6 +261,30 @@ def state_dicts(context) -> None:
                 check(gpu, moved[name], fulls[name].double() + version, mesh, placements)
 
 
+def block_scaled_types(context) -> None:
+    """Made where the tensors are, to either; blocks on several ranks; a type of the user's own."""
+    here, there = mesh_on("cpu", [0, 1, 2]), mesh_on("cuda", [3, 4, 5, 6])
+    full = values((70, 96), 1)
+    for number, (name, kind) in enumerate([*((each, each) for each in SCHEMES), *TYPES.items()]):
+        if name == "int8":
+            continue  # takes multiples of 64
+        made = quantized(full, kind) if isinstance(kind, str) else kind.quantize(full)
+        for home, away in ((there, here), (here, there)):
+            with fake_gpu(number) as gpu:
+                inside = context.rank in home.mesh
+                state = {"w": held(full, home, [Shard(number % 2)], context.rank)} if inside else None
+                where = {"w": (away, [Replicate()])}
+                moved = meshcast.reshard_state_dict(state, where, quantize={"w": kind}, digest=True)
+                for each, expected in zip(moved.values(), made, strict=True):
+                    assert each.device_mesh.device_type == away.device_type
+                    raw = expected.reshape(-1).view(torch.uint8) if expected.ndim else expected
+                    local = each._local_tensor
+                    if context.rank in away.mesh:
+                        seen = gpu.read(local) if away is there else local
+                        seen = seen.reshape(-1).view(torch.uint8) if expected.ndim else seen
+                        assert torch.equal(seen, raw), (name, each.dtype)
+
+
 def weights_are_on_the_gpu_when_the_call_returns(context) -> None:
     """Not only behind the current stream: what fails there must be known before any rank returns them."""
     here, there = mesh_on("cpu", [0, 1, 2]), mesh_on("cuda", [2, 3, 4, 5, 6])
@@ -315,6 +342,7 @@ CASES = [
     a_changed_source_is_noticed,
     many_and_plain_tensors,
     state_dicts,
+    block_scaled_types,
     weights_are_on_the_gpu_when_the_call_returns,
     the_operator_moves_between_devices,
     calls_between_cpus_pin_nothing,

@@ -37,6 +37,22 @@ std::vector<cuda::BoxPair> pairs_of(const std::vector<PairNumbers>& numbers) {
   return out;
 }
 
+BlockedView blocked_of(const ViewNumbers& numbers, ElementType type, const std::vector<int64_t>& low,
+                       const std::vector<int64_t>& block) {
+  BlockedView out;
+  out.view = view_of(numbers);
+  out.type = type;
+  const auto ndim = static_cast<size_t>(out.view.ndim);
+  if (ndim == 0 || low.size() != ndim || block.size() != ndim)
+    throw LayoutError("a box of blocks has a dimension or more, and a beginning and a block in each");
+  for (size_t d = 0; d < ndim; ++d) {
+    if (low[d] < 0 || block[d] < 1) throw LayoutError("a block begins before 0, or has no elements");
+    out.low[d] = low[d];
+    out.block[d] = block[d];
+  }
+  return out;
+}
+
 cuda::Target target_of(int device, uint64_t stream, int most_blocks) {
   cuda::Target out;
   out.device = device;
@@ -58,6 +74,22 @@ void bind_cuda(py::module_& parent) {
       .value("min", ReduceOp::Min)
       .value("max", ReduceOp::Max)
       .value("product", ReduceOp::Product);
+  py::enum_<BlockFormat>(m, "BlockFormat")
+      .value("fp8_e4m3", BlockFormat::Fp8E4m3)
+      .value("mxfp8", BlockFormat::MxFp8)
+      .value("nvfp4", BlockFormat::NvFp4);
+  m.def("block_amax", [](const ViewNumbers& view, ElementType type, const std::vector<int64_t>& low,
+                         const std::vector<int64_t>& block, uint64_t amax, int device, uint64_t stream) {
+    cuda::amax_of_blocks(blocked_of(view, type, low, block), reinterpret_cast<float*>(amax),
+                         target_of(device, stream, 0));
+  });
+  m.def("block_values", [](BlockFormat format, const ViewNumbers& view, ElementType type,
+                           const std::vector<int64_t>& low, const std::vector<int64_t>& block, uint64_t amax,
+                           float tensor_amax, uint64_t values, int device, uint64_t stream) {
+    const BlockedView box = blocked_of(view, type, low, block);
+    cuda::values_of_blocks(format, box, reinterpret_cast<const float*>(amax), tensor_amax,
+                           reinterpret_cast<std::byte*>(values), target_of(device, stream, 0));
+  });
   m.def("copy_boxes", [](const std::vector<PairNumbers>& pairs, int device, uint64_t stream, int most_blocks) {
     cuda::copy_boxes(pairs_of(pairs), target_of(device, stream, most_blocks));
   });

@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdint>
 
+#include "common/host_device.h"
 #include "memory/element_type.h"
 #include "memory/strided.h"
 
@@ -40,8 +41,8 @@ struct BlockedView {
   std::array<int64_t, kMaxDims> block{};
 
   // Along a dimension, those that the box touches.
-  int64_t first_block(int d) const { return low[d] / block[d]; }
-  int64_t num_blocks(int d) const {
+  MESHCAST_HOST_DEVICE int64_t first_block(int d) const { return low[d] / block[d]; }
+  MESHCAST_HOST_DEVICE int64_t num_blocks(int d) const {
     return view.extent[d] == 0 ? 0 : (low[d] + view.extent[d] - 1) / block[d] + 1 - first_block(d);
   }
   int64_t num_blocks() const;

@@ -46,12 +46,12 @@ void launch_tables(std::span<const BoxPair> pairs, const Op& op, const Target& t
 // Has CUDA load a kernel now, and not at its first launch, as it otherwise does (CUDA_MODULE_LOADING).
 void load_function(cudaFunction_t function, const char* what, const Target& target);
 
-template <class Op, class Table>
-void load_kernel(const Target& target, const char* what) {
+// kernel: of the file that launches it.
+inline void load_kernel(const void* kernel, const Target& target, const char* what) {
   cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, box_kernel<Op, Table>), what, target);
+  check(cudaFuncGetAttributes(&attributes, kernel), what, target);
   cudaFunction_t function = nullptr;
-  check(cudaGetFuncBySymbol(&function, reinterpret_cast<const void*>(box_kernel<Op, Table>)), what, target);
+  check(cudaGetFuncBySymbol(&function, kernel), what, target);
   load_function(function, what, target);
 }
 
@@ -62,8 +62,9 @@ void launch(std::span<const BoxPair> pairs, const Op& op, const Target& target, 
             const Takes& takes) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(target.device));
   if (target.load_only) {
-    load_kernel<Op, SmallTable>(target, what);
-    if constexpr (std::is_same_v<Op, CopyOp>) load_kernel<Op, LargeTable>(target, what);
+    load_kernel(reinterpret_cast<const void*>(box_kernel<Op, SmallTable>), target, what);
+    if constexpr (std::is_same_v<Op, CopyOp>)
+      load_kernel(reinterpret_cast<const void*>(box_kernel<Op, LargeTable>), target, what);
     return;
   }
   if constexpr (std::is_same_v<Op, CopyOp>) {

@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include "boxes/launch_plan.h"
+#include "memory/block_quantize.h"
 #include "memory/reduce.h"
 
 // The only way to the kernels. Every call enqueues on the stream and returns: it waits for nothing and
@@ -36,6 +37,13 @@ void reduce_boxes(std::span<const BoxPair> pairs, ElementType type, ReduceOp op,
 
 // Divides every element of the views in place by `count`; integers round towards zero.
 void divide_boxes(std::span<const StridedView> views, ElementType type, int64_t count, const Target& target);
+
+// block_amax() of memory/block_quantize.h, bit for bit, of a box on the GPU: so is `amax`.
+void amax_of_blocks(const BlockedView& box, float* amax, const Target& target);
+
+// block_values(), bit for bit; box, amax and values are on the GPU.
+void values_of_blocks(BlockFormat format, const BlockedView& box, const float* amax, float tensor_amax,
+                      std::byte* values, const Target& target);
 
 // Has CUDA load all kernels, which it otherwise does at the first launch of each; that may wait for everything
 // that runs on the GPU, also for a kernel of NCCL that waits for a rank which waits for this one.

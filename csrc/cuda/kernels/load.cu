@@ -31,6 +31,13 @@ void load_kernels(int device) {
     if (can_reduce(from.type, ReduceOp::Sum)) reduce_boxes({}, from.type, ReduceOp::Sum, target);
     if (can_reduce(from.type, ReduceOp::Avg)) divide_boxes({&nothing, 1}, from.type, 1, target);
   }
+  BlockedView box;
+  for (const ElementType type : {ElementType::Float32, ElementType::Float16, ElementType::BFloat16}) {
+    box.type = type;
+    amax_of_blocks(box, nullptr, target);
+    for (const BlockFormat format : {BlockFormat::Fp8E4m3, BlockFormat::MxFp8, BlockFormat::NvFp4})
+      values_of_blocks(format, box, nullptr, 0, nullptr, target);
+  }
 }
 
 }  // namespace meshcast::cuda

@@ -19,7 +19,7 @@ from ..errors import LayoutError, MeshcastError
 from ..layout import Box, Layout
 from ..planning.plan import STRATEGIES
 from ..spec import TensorSpec
-from ..transfers.block_scaled import SCHEMES, scheme_of
+from ..transfers.block_scaled import Quantizing
 from ..transfers.medium import own_obstacle
 from .compiled import source_of
 from .memory import Collected, Owner, check_outs, memory_key, near, owners_of, storage_of, tensor_of
@@ -29,7 +29,6 @@ from .state_entries import (
     Held,
     LoadedBoxes,
     Output,
-    Quantize,
     StateSide,
     Terms,
     Wanted,
@@ -90,7 +89,8 @@ class Given:
 class StateCall:
     """The checked arguments of this rank. side: what it sends the others; tensors: the entries of
     side.held that are here, `here` their names; meshes: of destinations that have some, with their
-    placements. keys: of tensors and other values: the key in the state_dict, by name."""
+    placements. keys: of tensors and other values: the key in the state_dict, by name. quantizing: where this
+    rank finds types of the user's own."""
 
     side: StateSide
     tensors: dict[str, torch.Tensor]
@@ -100,6 +100,7 @@ class StateCall:
     keys: dict[str, str]
     loaded: Loaded
     topology: Topology | None
+    quantizing: Quantizing
     recorded: RecordedDestinations | None = None
     memory: dict[str, torch.Tensor] = field(default_factory=dict)  # of recorded parameters, by their names
 
@@ -145,13 +146,13 @@ def checked_call(rank: int, given: Given) -> StateCall:
     terms = _terms(given)
     check_lost([number for number, _ in given.lost], rank)
     dtype_of, floats = _dtypes(given.dtype), callable(given.dtype)
-    quantize_of = _quantizing(given.quantize)
+    quantizing = Quantizing(given.quantize)
     wanted: dict[str, Wanted] = {}
     meshes: dict[str, tuple[DeviceMesh, tuple[Any, ...]]] = {}
     for name, where in destinations.items():
         if selected(name):
             found, mesh, placements = reading.wanted(name, where, dtype_of(name), floats)
-            wanted[name] = found._replace(quantize=quantize_of(name))
+            wanted[name] = found._replace(quantize=quantizing.of(name))
             if mesh is not None:
                 meshes[name] = (mesh, placements)
     if recorded is not None and recorded._after is not None and given.only is not None:
@@ -228,7 +229,8 @@ def checked_call(rank: int, given: Given) -> StateCall:
         options=terms,
         obstacles=(own_obstacle(copies_only=False), own_obstacle(copies_only=True)),
     )
-    call = StateCall(side, tensors, frozenset(tensors), meshes, outputs, keys, loaded, given.topology)
+    here = frozenset(tensors)
+    call = StateCall(side, tensors, here, meshes, outputs, keys, loaded, given.topology, quantizing)
     if recorded is not None:
         call = replace(call, recorded=recorded, memory=recorded._memory())
     return call
@@ -352,39 +354,6 @@ def _dtypes(given: Any) -> Callable[[str], torch.dtype | None]:
     def asked(name: str) -> torch.dtype | None:
         found = ask(name)
         return None if found is None else _floating(found)
-
-    return asked
-
-
-def _quantizing(given: Any) -> Callable[[str], Quantize | None]:
-    """The block-scaled type asked for by the name of a destination."""
-    if given is not None and not isinstance(given, str | Mapping) and not callable(given):
-        raise LayoutError(
-            f"quantize={checks.shown(given)}: expected the text of a block-scaled type, or a mapping by name "
-            f"or a function of the name that gives one; {SCHEMES}"
-        )
-
-    def asked(name: str) -> Quantize | None:
-        found = given
-        if not isinstance(given, str | None):
-            found = given.get(name) if isinstance(given, Mapping) else given(name)
-        if found is None:
-            return None
-        text, scales = found if isinstance(found, tuple | list) and len(found) == 2 else (found, None)
-        if not isinstance(text, str):
-            raise LayoutError(f"quantize of {name!r} is {checks.shown(found)}; {SCHEMES}")
-        suffixes = scheme_of(text).suffixes
-        names = tuple(name + suffix for suffix in suffixes)
-        if scales is not None:
-            names = (scales,) if isinstance(scales, str) else checks.listed(f"scales of {name!r}", scales)
-            if len(names) != len(suffixes) or not all(isinstance(each, str) for each in names):
-                raise LayoutError(
-                    f"quantize names {checks.shown(scales)} for the scales of {name!r}: {text} has "
-                    f"{len(suffixes)}, called {', '.join(name + each for each in suffixes)} by default"
-                )
-        if len({name, *names}) <= len(suffixes):
-            raise LayoutError(f"quantize gives {name!r} and its scales {names} one name")
-        return Quantize(text, names, isinstance(given, str))
 
     return asked
 

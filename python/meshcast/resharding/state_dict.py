@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 
 from ..groups.parent import parent_group, raise_refused, seconds
 from ..layout import Layout
+from ..transfers.block_scaled import BlockScaled
 from ..transfers.handle import Handle
 from .meshes import check_lost, lost_ranks
 from .recorded import RecordedDestinations
@@ -37,8 +38,9 @@ __all__ = ["ReshardedState", "StateOptions", "StateResharder", "reshard_state_di
 
 Where = tuple[DeviceMesh, "Sequence[Placement]"] | Layout | tuple[Layout, str] | torch.Tensor
 DType = torch.dtype | Mapping[str, torch.dtype] | Callable[[str], torch.dtype | None]
-Scheme = str | tuple[str, str | tuple[str, ...]]
-Quantization = str | Mapping[str, Scheme] | Callable[[str], Scheme | None]
+BlockType = str | BlockScaled
+NamedType = BlockType | tuple[BlockType, str | tuple[str, ...]]
+Quantization = BlockType | Mapping[str, NamedType] | Callable[[str], NamedType | None]
 
 
 class StateOptions(TypedDict, total=False):
@@ -149,8 +151,9 @@ def reshard_state_dict(
             other tensors, too, which keep theirs; a mapping may not.
         quantize: block-scaled types, made on the way: by the name of the destination, a mapping or a
             function, None keeping the values as they are; or one for all floating-point tensors of two
-            dimensions or more. "fp8_e4m3:RxC" (blocks of R x C, as 128x128), "mxfp8" or "nvfp4"; or (type,
-            name of the scales), for nvfp4 (type, (name, name)). The values take the place of the tensor; its
+            dimensions or more. "fp8_e4m3:RxC" (blocks of R x C, as 128x128), "mxfp8", "nvfp4" or a
+            BlockScaled, which ranks that hold the tensor give as well; or (type, name of the scales), for
+            nvfp4 (type, (name, name)). The values take the place of the tensor; its
             scales are results called NAME_scale_inv (fp8 with blocks of several rows) or NAME_scale, and for
             nvfp4 also NAME_scale_2, that of the tensor. They lie where their values lie, unless they have a
             destination of their own.

@@ -22,6 +22,7 @@ from ..base.wire import once
 from ..errors import LayoutError, PlanMismatchError
 from ..layout import Box, Layout
 from ..planning.plan import Problem
+from ..transfers.block_scaled import Quantize
 from ..transfers.medium import DeviceTypes, Ends, settled
 from .meshes import (
     Family,
@@ -44,7 +45,6 @@ __all__ = [
     "Move",
     "OP",
     "Output",
-    "Quantize",
     "ReshardedState",
     "Sides",
     "check_holds",
@@ -83,16 +83,6 @@ class Held(NamedTuple):
         """The layout, once the ranks have agreed on it."""
         assert self.layout is not None
         return self.layout
-
-
-@once
-class Quantize(NamedTuple):
-    """The block-scaled type that a destination gets: its text, and the names of its scales. matrices: it is
-    asked for all destinations, for those of floating-point tensors of two dimensions or more alone."""
-
-    scheme: str
-    scales: tuple[str, ...]
-    matrices: bool
 
 
 @once
@@ -281,7 +271,7 @@ def held_text(held: Held) -> str:
 def wanted_text(wanted: Wanted) -> str:
     dtype = "" if wanted.dtype is None else f" as {dtype_name(wanted.dtype)}"
     where = "a whole copy" if wanted.layout is None else wanted.layout
-    kind = "" if wanted.quantize is None else f" as {wanted.quantize.scheme}"
+    kind = "" if wanted.quantize is None else f" as {wanted.quantize.scheme.text}"
     return f"{where} on {wanted.device_type}{dtype}{kind}"
 
 

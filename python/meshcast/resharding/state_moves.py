@@ -7,7 +7,7 @@ error. Layouts are copies of plain tensors, what a map makes of a destination, o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import torch
 
@@ -16,7 +16,7 @@ from ..base.checks import dtype_name
 from ..errors import LayoutError
 from ..layout import Box, Layout
 from ..planning.plan import Problem
-from ..transfers.block_scaled import SOURCES, scheme_of
+from ..transfers.block_scaled import SOURCES, Quantize, Scheme
 from ..transfers.medium import DeviceTypes, Ends, device_types_of, ends_of
 from .compiled import check_reducible, reduced_layout, wire_dtype
 from .meshes import (
@@ -31,7 +31,6 @@ from .state_entries import (
     Held,
     Move,
     Output,
-    Quantize,
     Sides,
     StateSide,
     Target,
@@ -195,7 +194,7 @@ def agree(given: Mapping[int, StateSide]) -> Agreed:
         for each in quantizing
         for source, problem in each.before.items()
     ]
-    made_of = {name: each.sources for each in quantizing for name in each.names}
+    made_of = {name: each.sources for each in quantizing for name in each.names.results}
     return Agreed(targets, sides.own, twins, quantizing, before, made_of)
 
 
@@ -215,7 +214,9 @@ def _chosen(
         held = [sides.held(source) for source in dict.fromkeys(b.source for b in blocks) or (name,)]
         shape = shape if name in made else held[0].shape
         if each.quantize.matrices and not (all(h.dtype in SOURCES for h in held) and len(shape) > 1):
-            left.append(f"{each.quantize.scheme!r}: {name!r} is {dtype_name(held[0].dtype)} {tuple(shape)}")
+            left.append(
+                f"{each.quantize.scheme.text!r}: {name!r} is {dtype_name(held[0].dtype)} {tuple(shape)}"
+            )
         else:
             found[name] = each.quantize
     if left and not found:
@@ -236,7 +237,7 @@ def _quantized_targets(
 ) -> tuple[list[Target], Quantized | None]:
     """Returns the values of a target and its scales. made: as for _target. None where what it needs is
     lost."""
-    own, scheme = wanted[name], scheme_of(chosen[name].scheme)
+    own, scheme = wanted[name], chosen[name].scheme
     parts: dict[str, list[Block]] = {}
     for block in () if made is None else made[1]:
         parts.setdefault(block.source, []).append(block)
@@ -255,11 +256,7 @@ def _quantized_targets(
                 f"{source!r} is {dtype_name(each.dtype)}, which quantize={scheme.text!r} does not take; "
                 f"allowed are {allowed}"
             )
-        if each.device_type != "cpu":
-            raise LayoutError(
-                f"{source!r} is on {each.device_type}; quantize= takes tensors on the CPU: send a copy from "
-                "there, or quantise before the call"
-            )
+        _check_kernels(source, each, scheme, sides)
         if each.where.has_partial:
             raise LayoutError(f"{source!r} is under {each.where}; reduce it before it is quantised")
         if _lives(source, each, copies_on(tuple(sorted(each.where.ranks))), sides, missing):
@@ -271,15 +268,14 @@ def _quantized_targets(
     layout = sides.place(name, values_shape)
     values = Target(name, values_shape, scheme.values, layout, own.device_type, scales=chosen[name].scales)
     found_targets = [values]
-    scale_shapes = [scheme.scales_shape(name, shape), ()]
-    for scale, scale_shape in zip(chosen[name].scales, scale_shapes, strict=False):
+    scale_shapes = scheme.scale_shapes(name, shape)
+    for scale, scale_shape, dtype in zip(chosen[name].scales, scale_shapes, scheme.scales, strict=True):
         if sides.holds(scale):
             holder = next(iter(sides.holders(scale)))
             raise LayoutError(
                 f"quantize makes {scale!r}, the scales of {name!r}, which rank {holder} holds as well; give "
                 "the scales another name: quantize={name: (type, name of the scales)}"
             )
-        dtype = torch.float32 if scale_shape == () else scheme.scales
         place = wanted.get(scale)
         if place is None:
             target = Target(scale, scale_shape, dtype, layout, own.device_type)
@@ -292,20 +288,36 @@ def _quantized_targets(
         _check_outputs(target, wanted.get(target.name, own), sides)
     if not places or missing:
         return found_targets, None
-    what = quantized(name, scheme, shape, places)
-    sources = zip(
-        found_targets,
-        (what.names.values, what.names.scales, what.names.tensor),
-        (what.values, what.scales, copies_on(tuple(what.parts))),
-        strict=False,
-    )
-    for target, source, src in sources:
-        types = device_types_of("cpu", target.device_type)
+    device_types = {each.device_type for each in held.values()}
+    if len(device_types) > 1:
+        raise LayoutError(
+            f"{name!r} is made of tensors on {' and '.join(sorted(device_types))}, which quantize= cannot "
+            "join; put all of them on one"
+        )
+    dtype = reduce(torch.promote_types, (each.dtype for each in held.values()))
+    what = quantized(name, scheme, shape, dtype, places)
+    of_scales = (what.scales if each else copies_on(tuple(what.parts)) for each in scale_shapes)
+    sources = (what.values, *of_scales)
+    for target, source, src in zip(found_targets, what.names.results, sources, strict=True):
+        types = device_types_of(min(device_types), target.device_type)
         check_holds(target.name, target.shape, src, target.layout)
         _check_gpus(target.name, src, target.layout, types, sides)
         problem = Problem(target.shape, target.dtype, src, target.layout)
         target.moves.append(Move(source, target.name, problem, Ends(target.dtype, target.dtype), types))
     return found_targets, what
+
+
+def _check_kernels(source: str, held: Held, scheme: Scheme, sides: Sides) -> None:
+    """Raises LayoutError where a rank that holds a tensor cannot quantise it on its device. A type of the
+    user's own needs no kernels of meshcast."""
+    reasons = {rank: sides.sides[rank].obstacles[scheme.own] for rank in held.where.ranks}
+    rank = next((rank for rank, reason in reasons.items() if reason), None)
+    if held.device_type == "cuda" and rank is not None:
+        raise LayoutError(
+            f"{source!r} is on cuda, where quantize={scheme.text!r} cannot run on rank {rank}: "
+            f"{reasons[rank]}; or send a copy from the CPU, or quantise before the call",
+            peer=rank,
+        )
 
 
 def _check_outputs(target: Target, wanted: Wanted, sides: Sides) -> None:

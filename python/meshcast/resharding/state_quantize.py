@@ -1,10 +1,13 @@
 """Tensors that become block-scaled on the way: who holds which part of them, in the coordinates of the
 target; what the holders of one block exchange; and this rank's values and scales, made of its own parts.
 
+Magnitudes are agreed on and scales made on the host, values where the tensor is.
+
 No shard is gathered. Where several ranks hold a block, each gets the largest magnitude in the others' parts
 of it, 4 bytes each. For nvfp4, each holder also gets the largest magnitude of every part; and where the two
-values of a byte are on two ranks, the one that has the first gets the second. All of it travels as moves of
-one batch, before those of values and scales.
+values of a byte are on two ranks, the one that has the first gets the second. So it is with the blocks of a
+type of the user's own: who has the first element of one gets the others, and its function makes values and
+scales of the whole. All of it travels as moves of one batch, before those of values and scales.
 """
 
 from __future__ import annotations
@@ -21,7 +24,14 @@ from ..base.boxes import Box, HeldBoxes, Piece, block_box, common, extents, piec
 from ..errors import LayoutError
 from ..layout import Layout
 from ..planning.plan import Problem
-from ..transfers.block_scaled import Scheme, amax_of, scales_of, tensor_scale_of, values_of
+from ..transfers.block_scaled import (
+    Quantizing,
+    Scheme,
+    amax_of,
+    scales_of,
+    tensor_scale_of,
+    values_of,
+)
 from ..transfers.medium import fresh
 from .tensor_map import Block
 
@@ -124,35 +134,36 @@ class Near:
 
 
 class _Names(NamedTuple):
-    """The names under which a rank's memory is given to moves: of what it holds for values and scales, and of
-    what goes between the holders before, and arrives there."""
+    """The names under which a rank's memory is given to moves. results: of values and each of the scales;
+    then of what goes between the holders before, and arrives there."""
 
-    values: str
-    scales: str
-    tensor: str
+    results: tuple[str, ...]
     amax: str
     parts: str
-    seconds: str
+    missing: str
 
 
 class Quantized(NamedTuple):
     """A target that is quantised on the way, the same on all ranks.
 
-    shape, block: of the whole tensor. parts: by rank that holds some. blocks: of the scales of which the rank
-    has memory, by rank. numbers: of the distinct boxes of parts. fetched: by rank, of which box, by its
-    number, which blocks come from other ranks. seconds, lent: columns that come, and that are given, where
-    two ranks share bytes. values, scales: where these are held, as they travel. before: what
-    travels between the holders, in float32, by the name of the memory that it comes from and goes to."""
+    shape, block: of the whole tensor; cell: sizes of what one rank makes as a whole; dtype: of all sources.
+    parts: by rank that holds some. blocks: of the scales of which the rank has memory, by rank. numbers: of
+    the distinct boxes of parts. fetched: by rank, of which box, by its number, which blocks come from other
+    ranks. missing, lent: elements that come, and that are given, where ranks share cells. values, scales:
+    where these are held, as they travel. before: what travels between the holders, in float32, by the name of
+    the memory that it comes from and goes to."""
 
     name: str
     scheme: Scheme
     shape: _Shape
     block: _Shape
+    cell: _Shape
+    dtype: torch.dtype
     parts: dict[int, tuple[Part, ...]]
     blocks: _Boxes
     numbers: dict[Box, int]
     fetched: dict[int, list[tuple[int, Box]]]
-    seconds: _Boxes
+    missing: _Boxes
     lent: _Boxes
     names: _Names
     values: Layout
@@ -164,10 +175,14 @@ class Quantized(NamedTuple):
         return list(dict.fromkeys(part.source for parts in self.parts.values() for part in parts))
 
 
-def quantized(name: str, scheme: Scheme, shape: _Shape, parts: Mapping[int, Sequence[Part]]) -> Quantized:
-    """Raises LayoutError where the scheme does not fit the shape."""
-    block = scheme.blocks(name, shape)
-    names = _Names(*(f"{what} of {name!r} as {scheme.text}" for what in _Names._fields))
+def quantized(
+    name: str, scheme: Scheme, shape: _Shape, dtype: torch.dtype, parts: Mapping[int, Sequence[Part]]
+) -> Quantized:
+    """dtype: of all sources together. Raises LayoutError where the scheme does not fit the shape."""
+    block, cell = scheme.blocks(name, shape), scheme.cell(name, shape)
+    results = ("values", *(f"scales {at}" for at in range(len(scheme.scales))))
+    called = [f"{what} of {name!r} as {scheme.text}" for what in (*results, *_Names._fields[1:])]
+    names = _Names(tuple(called[: len(results)]), *called[len(results) :])
     own: dict[int, tuple[Part, ...]] = {rank: tuple(parts[rank]) for rank in sorted(parts)}
     numbers: dict[Box, int] = {}
     for each in own.values():
@@ -176,26 +191,29 @@ def quantized(name: str, scheme: Scheme, shape: _Shape, parts: Mapping[int, Sequ
     values: _Boxes = {}
     blocks: _Boxes = {}
     for rank, each in own.items():
-        packed = [_packed(part.box, scheme.packed) for part in each]
-        values[rank] = [box for box in packed if 0 not in extents(box)]
+        whole = [_whole(part.box, cell, shape) for part in each]
+        values[rank] = [_stored(box, scheme.packed) for box in whole if 0 not in extents(box)]
         blocks[rank] = []
-        for part in each:
-            blocks[rank] += without(block_box(part.box, block), blocks[rank])
+        for box in whole if scheme.own else (part.box for part in each):
+            if 0 not in extents(box):
+                blocks[rank] += without(block_box(box, block), blocks[rank])
     ndim = len(shape)
     scale_layout, value_layout = _flat(blocks, ndim), _flat(values, ndim)
     assert scale_layout is not None and value_layout is not None  # the tensor has elements
-    fetched = _fetched(own, numbers, block, shape)
-    seconds, lent = _shared_bytes(own) if scheme.packed > 1 else ({}, {})
+    fetched = {} if scheme.own else _fetched(own, numbers, block, shape)
+    missing, lent = _shared_cells(own, cell, shape) if max(cell) > 1 else ({}, {})
     made = Quantized(
         name,
         scheme,
         shape,
         block,
+        cell,
+        dtype,
         own,
         blocks,
         numbers,
         fetched,
-        seconds,
+        missing,
         lent,
         names,
         value_layout,
@@ -205,10 +223,18 @@ def quantized(name: str, scheme: Scheme, shape: _Shape, parts: Mapping[int, Sequ
     return made._replace(before=_before(made))
 
 
-def _packed(box: Box, packed: int) -> Box:
-    """The bytes whose first value is in a box."""
+def _whole(box: Box, cell: _Shape, shape: _Shape) -> Box:
+    """The cells whose first element is in a box, as a box of the tensor. Those at its end may be smaller."""
+    return tuple(
+        (min(-(-low // by) * by, size), min(-(-high // by) * by, size))
+        for (low, high), by, size in zip(box, cell, shape, strict=True)
+    )
+
+
+def _stored(box: Box, packed: int) -> Box:
+    """A box of whole cells, in values of which each has some elements."""
     low, high = box[-1]
-    return (*box[:-1], (-(-low // packed), -(-high // packed)))
+    return (*box[:-1], (low // packed, high // packed))
 
 
 def _fetched(
@@ -252,23 +278,23 @@ def _open_blocks(box: Box, block: _Shape, shape: _Shape) -> list[Box]:
     return found
 
 
-def _shared_bytes(own: Mapping[int, Sequence[Part]]) -> tuple[_Boxes, _Boxes]:
-    """The columns whose first neighbour is on a rank, and those of all ranks that hold them."""
-    seconds: _Boxes = {}
+def _shared_cells(own: Mapping[int, Sequence[Part]], cell: _Shape, shape: _Shape) -> tuple[_Boxes, _Boxes]:
+    """The elements that a rank lacks of cells whose first one it has, and what ranks hold of these."""
+    missing: _Boxes = {}
     for rank, parts in own.items():
         for part in parts:
-            high = part.box[-1][1]
-            if high % 2:
-                column = (*part.box[:-1], (high, high + 1))
-                seconds.setdefault(rank, []).extend(without(column, seconds.get(rank, ())))
-    wanted = list(dict.fromkeys(box for boxes in seconds.values() for box in boxes))
+            whole = _whole(part.box, cell, shape)
+            if 0 not in extents(whole):
+                for box in without(whole, [part.box]):
+                    missing.setdefault(rank, []).extend(without(box, missing.get(rank, ())))
+    wanted = list(dict.fromkeys(box for boxes in missing.values() for box in boxes))
     near = Near(wanted)
     lent: _Boxes = {}
     for rank, parts in own.items() if wanted else ():
         for part in parts:
             for _, both in near.meeting(part.box):
                 lent.setdefault(rank, []).extend(without(both, lent.get(rank, ())))
-    return seconds, lent
+    return missing, lent
 
 
 def _before(made: Quantized) -> dict[str, Problem]:
@@ -288,14 +314,13 @@ def _before(made: Quantized) -> dict[str, Problem]:
         }
         wants = {rank: [_slice(at, box) for at, box in each] for rank, each in made.fetched.items()}
         add(names.amax, (count, *total), _flat(has, ndim + 1), _flat(wants, ndim + 1))
-    if made.scheme.packed > 1:
-        if count > 1:
-            own: _Boxes = {
-                rank: [((at, at + 1),) for at in sorted({made.numbers[part.box] for part in parts})]
-                for rank, parts in made.parts.items()
-            }
-            add(names.parts, (count,), _flat(own, 1), Layout(list(made.parts), [Replicate()]))
-        add(names.seconds, made.shape, _flat(made.lent, ndim), _flat(made.seconds, ndim))
+    if made.scheme.kind == "nvfp4" and count > 1:
+        own: _Boxes = {
+            rank: [((at, at + 1),) for at in sorted({made.numbers[part.box] for part in parts})]
+            for rank, parts in made.parts.items()
+        }
+        add(names.parts, (count,), _flat(own, 1), Layout(list(made.parts), [Replicate()]))
+    add(names.missing, made.shape, _flat(made.lent, ndim), _flat(made.missing, ndim))
     return found
 
 
@@ -305,19 +330,41 @@ def _slice(at: int, box: Box) -> Box:
 
 class Blocks:
     """The tensors of one call that this rank quantises: the largest magnitudes of its blocks, then values and
-    scales of these. No memory of a source is kept."""
+    scales of these; for types of the user's own, values and scales until they have been staged. No memory of
+    a source is kept."""
 
-    def __init__(self, rank: int, made: Sequence[Quantized], sources: Mapping[str, torch.Tensor]) -> None:
-        """sources: the local tensors that this rank holds, by name. Reads all that is quantised once."""
+    def __init__(
+        self,
+        rank: int,
+        made: Sequence[Quantized],
+        sources: Mapping[str, torch.Tensor],
+        quantizing: Quantizing,
+    ) -> None:
+        """sources: the local tensors that this rank holds, by name. Reads once all that is quantised. Raises
+        LayoutError where this rank was not given a type of the user's own that it needs."""
         self._rank = rank
         self._made = [each for each in made if rank in each.parts]
+        self._own = {
+            each.name: quantizing.own(each.name, each.scheme) for each in self._made if each.scheme.own
+        }
         self._amax: dict[str, list[torch.Tensor]] = {}  # by name, of each part
         self._tensor_amax: dict[str, float] = {}
-        self._seconds: dict[str, torch.Tensor] = {}
+        self._missing: dict[str, torch.Tensor] = {}
+        self._results: dict[str, torch.Tensor] = {}  # of functions of the user, by the names of moves
         self.sent: dict[str, torch.Tensor] = {}  # to the other holders
         self.arriving: dict[str, torch.Tensor] = {}
         for each in self._made:
-            self._measure(each, sources)
+            if not each.scheme.own:
+                self._measure(each, sources)
+            if max(each.cell) > 1:
+                self._lend(each, sources)
+
+    def _lend(self, made: Quantized, sources: Mapping[str, torch.Tensor]) -> None:
+        """Copies what other ranks need for cells whose first element they have, in float32."""
+        parts, lent = made.parts[self._rank], made.lent.get(self._rank, ())
+        columns = [_columns(box, parts, sources).reshape(-1) for box in lent]
+        self.sent[made.names.missing] = torch.cat([_floats(0), *columns])
+        self.arriving[made.names.missing] = _floats(sum(_sizes(made.missing.get(self._rank, ()))))
 
     def _measure(self, made: Quantized, sources: Mapping[str, torch.Tensor]) -> None:
         names, parts = made.names, made.parts[self._rank]
@@ -331,25 +378,23 @@ class Blocks:
             self.arriving[names.amax] = _floats(
                 sum(_sizes(box for _, box in made.fetched.get(self._rank, ())))
             )
-        if made.scheme.packed == 1:
-            return
-        most: dict[int, torch.Tensor] = {}
-        for part, found in zip(parts, amax, strict=True):
-            most[made.numbers[part.box]] = found.max()
-        self.sent[names.parts] = torch.stack([most[at] for at in sorted(most)])
-        self.arriving[names.parts] = _floats(len(made.numbers))
-        self.sent[names.seconds] = torch.cat(
-            [
-                _floats(0),
-                *(_columns(box, parts, sources).reshape(-1) for box in made.lent.get(self._rank, ())),
-            ]
-        )
-        self.arriving[names.seconds] = _floats(sum(_sizes(made.seconds.get(self._rank, ()))))
+        if made.scheme.kind == "nvfp4":
+            most: dict[int, torch.Tensor] = {}
+            for part, found in zip(parts, amax, strict=True):
+                most[made.numbers[part.box]] = found.max()
+            self.sent[names.parts] = torch.stack([most[at] for at in sorted(most)])
+            self.arriving[names.parts] = _floats(len(made.numbers))
 
-    def settle(self) -> None:
-        """Makes the magnitudes those of the whole tensors, once what the other holders sent has arrived.
-        Raises LayoutError for values of which no scale can be made."""
+    def settle(self, sources: Mapping[str, torch.Tensor]) -> None:
+        """Makes the magnitudes those of the whole tensors, once what the other holders sent has arrived, and
+        calls functions of the user. sources: as in the constructor. Raises LayoutError for values of which no
+        scale can be made, and for what a function does wrong."""
         for made in self._made:
+            if max(made.cell) > 1:
+                self._missing[made.name] = self.arriving[made.names.missing]
+            if made.scheme.own:
+                self._results.update(self._called(made, sources))
+                continue
             names, parts, amax = made.names, made.parts[self._rank], self._amax[made.name]
             boxes = [block_box(part.box, made.block) for part in parts]
             own = [each.clone().reshape(extents(box)) for each, box in zip(amax, boxes, strict=True)]
@@ -366,10 +411,9 @@ class Blocks:
                     if both is not None:
                         place = _inside(mine.reshape(extents(box)), box, both)
                         torch.maximum(place, _inside(theirs, other, both), out=place)
-            if made.scheme.packed > 1:
+            if made.scheme.kind == "nvfp4":
                 whole = self.arriving[names.parts] if len(made.numbers) > 1 else self.sent[names.parts]
                 self._tensor_amax[made.name] = float(whole.max())
-                self._seconds[made.name] = self.arriving[names.seconds]
             self._check(made, boxes)
         self.sent, self.arriving = {}, {}
 
@@ -385,60 +429,77 @@ class Blocks:
                     "finite, or send them without quantize="
                 )
 
+    def _called(self, made: Quantized, sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Calls the user's function for the blocks that are this rank's to make."""
+        kind, scheme = self._own[made.name], made.scheme
+        wholes = [_whole(part.box, made.cell, made.shape) for part in made.parts[self._rank]]
+        counts = [
+            _sizes(_stored(box, scheme.packed) for box in wholes),
+            *[_sizes(block_box(box, made.block) for box in wholes)] * len(scheme.scales),
+        ]
+        dtypes = (scheme.values, *scheme.scales)
+        device = _device(made, self._rank, sources)
+        results = [fresh((sum(each),), dtype, device) for each, dtype in zip(counts, dtypes, strict=True)]
+        room = zip(*(flat.split(each) for flat, each in zip(results, counts, strict=True)), strict=True)
+        for part, outs in zip(made.parts[self._rank], room, strict=True):
+            box, view = self._whole_cells(made, part.box, _view(part, sources))
+            if 0 not in extents(box):
+                for out, found in zip(
+                    outs, kind.made(made.name, view.to(made.dtype).contiguous()), strict=True
+                ):
+                    out.view(found.shape).copy_(found)
+        return dict(zip(made.names.results, results, strict=True))
+
     def staged(self, wanted: Collection[str], sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns those of the wanted values and scales that are made here, by name. sources: as in the
         constructor."""
         found: dict[str, torch.Tensor] = {}
         for made in self._made:
-            if made.names.values in wanted:
-                found[made.names.values] = self._values(made, sources)
-            if made.names.scales in wanted:
-                found[made.names.scales] = self._scales(made)
-            if made.names.tensor in wanted:
+            names = made.names.results
+            if made.scheme.own:  # all moves of a target are in one batch
+                found.update({name: self._results.pop(name) for name in names if name in wanted})
+                continue
+            if names[0] in wanted:
+                found[names[0]] = self._values(made, sources)
+            if names[1] in wanted:
+                found[names[1]] = self._scales(made).to(_device(made, self._rank, sources))
+            if names[-1] in wanted and made.scheme.kind == "nvfp4":
                 scale = tensor_scale_of(self._tensor_amax[made.name])
-                found[made.names.tensor] = _floats().fill_(scale)
+                found[names[-1]] = _floats().fill_(scale).to(_device(made, self._rank, sources))
         return found
 
     def _values(self, made: Quantized, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
         parts, scheme = made.parts[self._rank], made.scheme
-        sizes = _sizes(_packed(part.box, scheme.packed) for part in parts)
-        values = fresh((sum(sizes),), scheme.values)
+        sizes = _sizes(_stored(_whole(part.box, made.cell, made.shape), scheme.packed) for part in parts)
+        values = fresh((sum(sizes),), scheme.values, _device(made, self._rank, sources))
         for part, amax, out in zip(parts, self._amax[made.name], values.split(sizes), strict=True):
-            box, view = part.box, _view(part, sources)
-            if scheme.packed > 1:
-                box, view, amax = self._whole_bytes(made, box, view, amax)
+            box, view = self._whole_cells(made, part.box, _view(part, sources))
+            if box != part.box and 0 not in extents(box):
+                blocks, fewer = block_box(part.box, made.block), block_box(box, made.block)
+                amax = _inside(amax.reshape(extents(blocks)), blocks, fewer).contiguous()
             low = [first for first, _ in box]
             values_of(scheme, view, low, made.block, amax, self._tensor_amax.get(made.name, 0.0), out)
         return values
 
-    def _whole_bytes(
-        self, made: Quantized, box: Box, view: torch.Tensor, amax: torch.Tensor
-    ) -> tuple[Box, torch.Tensor, torch.Tensor]:
-        """A part, with the second values of bytes whose first ones it has, and without those that lack
-        theirs."""
-        low, high = box[-1]
-        if low % 2 == 0 and high % 2 == 0:
-            return box, view, amax
-        whole = (*box[:-1], (low + low % 2, high + high % 2))
-        if 0 in extents(whole):
-            return whole, view.new_empty(extents(whole)), amax
-        made_whole = view.new_empty(extents(whole))
-        inside = (*box[:-1], (low + low % 2, high))
-        _inside(made_whole, whole, inside).copy_(_inside(view, box, inside))
-        if high % 2:
-            columns = made.seconds[self._rank]
-            found = self._seconds[made.name].split(_sizes(columns))
-            for column, values in zip(columns, found, strict=True):
-                both = common(column, whole)
-                if both is not None:
-                    theirs = _inside(values.reshape(extents(column)), column, both)
-                    _inside(made_whole, whole, both).copy_(theirs)
-        blocks, fewer = block_box(box, made.block), block_box(whole, made.block)
-        return whole, made_whole, _inside(amax.reshape(extents(blocks)), blocks, fewer).contiguous()
+    def _whole_cells(self, made: Quantized, box: Box, view: torch.Tensor) -> tuple[Box, torch.Tensor]:
+        """The cells whose first element is in a part, which is a box, with what other parts have of them."""
+        whole = _whole(box, made.cell, made.shape)
+        if whole == box:
+            return whole, view
+        found = torch.empty(extents(whole), dtype=made.dtype, device=view.device)
+        inside = common(box, whole)
+        if inside is not None:
+            _inside(found, whole, inside).copy_(_inside(view, box, inside))
+        boxes = made.missing.get(self._rank, ())
+        for other, values in zip(boxes, self._missing[made.name].split(_sizes(boxes)), strict=True):
+            both = common(other, whole)
+            if both is not None:
+                _inside(found, whole, both).copy_(_inside(values.reshape(extents(other)), other, both))
+        return whole, found
 
     def _scales(self, made: Quantized) -> torch.Tensor:
         boxes, scheme = made.blocks[self._rank], made.scheme
-        found = fresh((sum(_sizes(boxes)),), scheme.scales)
+        found = fresh((sum(_sizes(boxes)),), scheme.scales[0])
         left = list(zip(boxes, found.split(_sizes(boxes)), strict=True))
         for part, amax in zip(made.parts[self._rank], self._amax[made.name], strict=True):
             blocks = block_box(part.box, made.block)
@@ -447,6 +508,11 @@ class Blocks:
                 scales_of(scheme, mine, self._tensor_amax.get(made.name, 0.0), out)
             left = [each for each in left if common(each[0], blocks) != each[0]]
         return found
+
+
+def _device(made: Quantized, rank: int, sources: Mapping[str, torch.Tensor]) -> torch.device:
+    """The device of what a rank holds of a target."""
+    return sources[made.parts[rank][0].source].device
 
 
 def _view(part: Part, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:

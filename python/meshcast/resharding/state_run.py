@@ -438,15 +438,16 @@ class Conversation:
 
     def _agree_on_blocks(self, run: StateRun, known: Known) -> Blocks | None:
         """Reads what is quantised on the way, and makes the largest magnitudes of its blocks those of the
-        whole tensors. None where nothing is. Raises on all ranks where one can make no scales, before
-        anything moves."""
+        whole tensors; calls functions of the user. None where nothing is. Raises on all ranks where one can
+        make no scales, before anything moves."""
         if not known.agreed.quantized:
             return None
         call, blocks, failure, done = run.checked, None, None, False
         try:
             batch = known.before(self.parent, call.side.options, call.topology)
             try:
-                blocks = Blocks(self.parent.rank, known.agreed.quantized, call.sent(()))
+                sources = call.sent(())
+                blocks = Blocks(self.parent.rank, known.agreed.quantized, sources, call.quantizing)
                 if batch is not None:
                     done = True
                     run.made += batch.run(blocks.sent, blocks.arriving, run.rounds.deadline, None)
@@ -454,12 +455,12 @@ class Conversation:
                 if batch is not None and not done:
                     batch.refuse(run.typed(error), left(run.rounds.deadline))
                 raise
-            blocks.settle()
+            blocks.settle(sources)
         except (DeadlineExceededError, PeerLostError, AbortedError):
             raise
         except Exception as error:  # the others have to learn of it
             failure = run.typed(error)
-        self._round(run, "blocks", failure, (_NONE,), "could not make scales")
+        self._round(run, "blocks", failure, (_NONE,), "could not quantise")
         return blocks
 
     def _agree_on_delta(self, run: StateRun, known: Known) -> Any:

@@ -33,7 +33,7 @@ def ours(x: torch.Tensor, text: str) -> tuple[torch.Tensor, ...]:
     amax = torch.empty(scheme.scales_shape("x", x.shape))
     amax_of(x, low, block, amax)
     most = float(amax.max())
-    scales = torch.empty(amax.shape, dtype=scheme.scales)
+    scales = torch.empty(amax.shape, dtype=scheme.scales[0])
     scales_of(scheme, amax, most, scales)
     values = torch.empty(scheme.values_shape(x.shape), dtype=scheme.values)
     values_of(scheme, x, low, block, amax, most, values)
