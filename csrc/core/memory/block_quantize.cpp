@@ -309,9 +309,7 @@ int64_t BlockedView::num_blocks() const {
   return n;
 }
 
-float nvfp4_tensor_scale(float tensor_amax) {
-  return tensor_scale_of(tensor_amax);
-}
+float nvfp4_tensor_scale(float tensor_amax) { return tensor_scale_of(tensor_amax); }
 
 void block_amax(const BlockedView& box, float* amax) {
   const Kernels& kernels = kernels_for(BlockFormat::Fp8E4m3, box.type);  // the same for all formats

@@ -55,8 +55,8 @@ void amax_of_blocks(const BlockedView& box, float* amax, const Target& target) {
           "clearing of magnitudes", target);
   }
   visit_quantized(box.type, [&](auto element) {
-    start(amax_kernel<decltype(element)>, share.blocks * share.warps_per_block, kWarps, "the kernel of magnitudes",
-          target, box, share, bits);
+    start(amax_kernel<decltype(element)>, share.blocks * share.warps_per_block, kWarps,
+          "the kernel of magnitudes", target, box, share, bits);
   });
 }
 

@@ -1,6 +1,4 @@
 // Quantising by blocks as kernels do it, on the host, against the CPU's own code: equal bits.
-#include "boxes/block_ops.h"
-
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -12,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "boxes/block_ops.h"
 #include "boxes/host_launch.h"
 #include "catch.h"
 
