@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshcast import Layout
-from meshcast.resharding.weight_reader import Offering
+from meshcast.resharding.weight_offers import Offering
 from meshcast.transfers.digest import values_digest
 from multiproc.meshes import quiet_mesh, sharded
 from multiproc.oracle import unique_fill
@@ -285,15 +285,15 @@ def far_behind(context) -> None:
     job = Outside(context)
     job.all_turn(1)
     if job.rank in SERVERS:
-        answer = Offering._answer
+        answer = Offering._answer_now
 
         def late(self, number) -> None:
-            Offering._answer = answer
+            Offering._answer_now = answer
             many = [f"{context.case}/many/{READER}"]
             context.wait_until(lambda: context.store.check(many), "many were put")
             answer(self, number)
 
-        Offering._answer = late
+        Offering._answer_now = late
     context.wait_for_all("ready")
     if job.reads:
         questions = job.reader()._questions

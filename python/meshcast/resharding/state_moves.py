@@ -6,13 +6,13 @@ error. Layouts are copies of plain tensors, what a map makes of a destination, o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from ..base.boxes import HeldBoxes, Piece, box_text
 from ..base.checks import dtype_name
-from ..errors import LayoutError
+from ..errors import LayoutError, MeshcastError
 from ..layout import Box, Layout
 from ..planning.plan import Problem
 from ..transfers.block_scaled import SOURCES, scheme_of
@@ -139,7 +139,7 @@ def agree(given: Mapping[int, StateSide]) -> Agreed:
     names = sides.names()
     carried = {name for side in given.values() for name in side.carried}
     recorded = {name: None for side in given.values() for name in side.recorded}
-    if not names and not carried and not recorded:
+    if not names and not carried and not recorded and not sides.first.options.readers:
         raise LayoutError(
             "no destinations; give (mesh, placements) for at least one name, where it is received"
         )
@@ -178,10 +178,12 @@ def agree(given: Mapping[int, StateSide]) -> Agreed:
         target = _recorded_target(name, sides, makers, used, missing)
         targets[target.name] = target
     raise_gone(list(missing))
-    sides.check_extra(used.union(name for side in given.values() for name in side.skipped))
+    if names or recorded:
+        sides.check_extra(used.union(name for side in given.values() for name in side.skipped))
     _tie(targets, sides, makers)
     _check_scales(targets, sides)
-    held = {name: sides.held(name) for name in sorted(used)}
+    served = _served(sides, targets, {*makers, *chosen}) if sides.first.options.readers else {}
+    held = {name: sides.held(name) for name in sorted(used.union(served))}
     twins = {name: (each.shape, sides.twins[name]) for name, each in held.items() if name in sides.twins}
     ends = Ends(torch.float32, torch.float32)
     before = [
@@ -190,7 +192,28 @@ def agree(given: Mapping[int, StateSide]) -> Agreed:
         for source, problem in each.before.items()
     ]
     made_of = {name: each.sources for each in quantizing for name in each.names}
-    return Agreed(targets, sides.own, twins, quantizing, before, made_of)
+    return Agreed(targets, sides.own, twins, served, quantizing, before, made_of)
+
+
+def _served(sides: Sides, targets: Mapping[str, Target], others: Collection[str]) -> dict[str, Target]:
+    """Returns what the holders can serve to readers: each tensor with the dtype in which it is received, in
+    the layout of its holders. others: names under which other values are received than are held. Left out are
+    these, partial values, and what ranks describe differently."""
+    found: dict[str, Target] = {}
+    for name in sides.all_held():
+        if name in others or name in sides.own:
+            continue
+        try:
+            each = sides.held(name)
+        except MeshcastError:
+            continue
+        asked = {side.dtypes[name] for side in sides.sides.values() if name in side.dtypes}
+        if each.where.has_partial or len(asked) > 1:
+            continue
+        whole = sides.first.options.dtype if each.dtype.is_floating_point else None
+        dtype = targets[name].dtype if name in targets else asked.pop() if asked else whole or each.dtype
+        found[name] = Target(name, each.shape, dtype, each.where, each.device_type)
+    return found
 
 
 def _chosen(

@@ -140,7 +140,7 @@ class StateRun:
 
     Attributes:
         refused: what is wrong with the arguments.
-        result: filled at the end.
+        result: filled at the end; targets: what it is made of; served: what its holders can serve to readers.
         batches, made: of its transfers, and the calls of those that have begun.
         moving: called once no rank has anything to refuse, before the first byte is written.
         still: asked at the end, whether the tensors are what they were meant to be, as watching cannot say.
@@ -169,7 +169,8 @@ class StateRun:
         self.memory = memory
         self.kept: dict[int, Known] = {}  # by conversation, left by earlier calls of this kind
         self.result = ReshardedState()
-        self.targets: dict[str, Target] = {}  # of the result
+        self.targets: dict[str, Target] = {}
+        self.served: dict[str, Target] = {}
         self.batches: Sequence[Batch] = ()
         self.made: list[Call] = []
         self.moving: Callable[[], None] = lambda: None
@@ -270,7 +271,7 @@ class StateRun:
     def fill(self, known: Known, arrived: dict[str, torch.Tensor], values: dict[str, Any]) -> ReshardedState:
         """Puts into `result` what this rank asked for. Tied targets are one tensor, as at the source."""
         call, targets, result = self.checked, known.agreed.targets, self.result
-        self.targets = targets
+        self.targets, self.served = targets, known.agreed.served
         if call.recorded is not None:
             result.update({**call.recorded._results(), **values})
             return result
