@@ -204,7 +204,7 @@ class Target:
     """A tensor that arrives. alias: the name of another that it is, as at the source. scales: names of the
     scales that are made with it; beside: of scales, the name of their values, with shape and block of these,
     where they have no destination of their own. recorded: memory of parameters, of its own size on each
-    rank."""
+    rank. spans: the part of such a memory that a tensor for readers is in, by rank: its begin and size."""
 
     name: str
     shape: tuple[int, ...]
@@ -216,13 +216,15 @@ class Target:
     beside: tuple[str, tuple[int, ...], tuple[int, ...]] | None = None
     recorded: bool = False
     moves: list[Move] = field(default_factory=list)
+    spans: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass
 class Agreed:
     """The agreement of the ranks of a call. own: entries of which each rank has its own. twins: sources that
-    several meshes hold, each with the shape and the layouts whose values have to be equal. served: what the
-    holders can serve to readers. quantized: what is quantised on the way; before: the moves between the
+    several meshes hold, each with the shape and the layouts whose values have to be equal. served, received:
+    what readers can be served by the holders, and by those that have received; alias: the recorded memory
+    that it is in. quantized: what is quantised on the way; before: the moves between the
     holders of its blocks; made_of: the names of the tensors that each source of a move is made of, where it
     is made."""
 
@@ -230,6 +232,7 @@ class Agreed:
     own: frozenset[str] = frozenset()
     twins: dict[str, tuple[tuple[int, ...], tuple[Layout, ...]]] = field(default_factory=dict)
     served: dict[str, Target] = field(default_factory=dict)
+    received: dict[str, Target] = field(default_factory=dict)
     quantized: list[Any] = field(default_factory=list)
     before: list[Move] = field(default_factory=list)
     made_of: dict[str, list[str]] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from ..base.boxes import HeldBoxes, Piece, box_text
+from ..base.boxes import HeldBoxes, Piece, box_text, without
 from ..base.checks import dtype_name
 from ..errors import LayoutError, MeshcastError
 from ..layout import Box, Layout
@@ -182,7 +182,9 @@ def agree(given: Mapping[int, StateSide]) -> Agreed:
         sides.check_extra(used.union(name for side in given.values() for name in side.skipped))
     _tie(targets, sides, makers)
     _check_scales(targets, sides)
-    served = _served(sides, targets, {*makers, *chosen}) if sides.first.options.readers else {}
+    readers = sides.first.options.readers
+    received = _received(targets) if readers else {}
+    served = _served(sides, received, {*makers, *chosen}) if readers else {}
     held = {name: sides.held(name) for name in sorted(used.union(served))}
     twins = {name: (each.shape, sides.twins[name]) for name, each in held.items() if name in sides.twins}
     ends = Ends(torch.float32, torch.float32)
@@ -192,13 +194,56 @@ def agree(given: Mapping[int, StateSide]) -> Agreed:
         for source, problem in each.before.items()
     ]
     made_of = {name: each.sources for each in quantizing for name in each.names}
-    return Agreed(targets, sides.own, twins, served, quantizing, before, made_of)
+    return Agreed(targets, sides.own, twins, served, received, quantizing, before, made_of)
 
 
-def _served(sides: Sides, targets: Mapping[str, Target], others: Collection[str]) -> dict[str, Target]:
+def _received(targets: Mapping[str, Target]) -> dict[str, Target]:
+    """Returns what those that have received can serve to readers: targets, and of tensors that arrive in the
+    memory of recorded parameters the boxes of one of these; first of one that has all of it, with the values
+    that travelled."""
+    found = {name: target for name, target in targets.items() if not target.recorded}
+    best: dict[str, tuple[bool, bool]] = {}
+    for target in targets.values():
+        for move in target.moves if target.recorded else ():
+            name, (shape, _, _, layout) = move.source, move.problem
+            if name in found and name not in best:
+                continue
+            try:
+                layout.shards(shape)
+            except LayoutError:  # a rank has one box twice
+                continue
+            boxes = [piece[0] for _, pieces in layout.pieces(shape).values() for piece in pieces]
+            whole = not without(tuple((0, size) for size in shape), boxes)
+            good = whole, move.ends.source == target.dtype
+            if name not in best or good > best[name]:
+                best[name] = good
+                layout, spans = _spanned(layout, shape)
+                found[name] = Target(name, shape, target.dtype, layout, target.device_type, target.name)
+                found[name].spans = spans
+    return found
+
+
+def _spanned(layout: Layout, shape: tuple[int, ...]) -> tuple[Layout, dict[int, tuple[int, int]]]:
+    """Returns the layout of boxes in the parts of a memory that they span, and these, by rank. Each is a
+    tensor by itself: names that have one memory are tied."""
+    held: list[HeldBoxes] = []
+    spans: dict[int, tuple[int, int]] = {}
+    for rank, (_, pieces) in layout.pieces(shape).items():
+        ends = [
+            at[0] + sum((high - low - 1) * step for (low, high), step in zip(box, steps, strict=True))
+            for box, at, _, steps in pieces
+        ]
+        low, high = min((at[0] for _, at, _, _ in pieces), default=0), max(ends, default=-1) + 1
+        spans[rank] = low, high - low
+        moved = tuple((box, (at[0] - low,), axes, steps) for box, at, axes, steps in pieces)
+        held.append(((high - low,), moved))
+    return Layout._of_held(tuple(spans), tuple(held), len(shape)), spans
+
+
+def _served(sides: Sides, received: Mapping[str, Target], others: Collection[str]) -> dict[str, Target]:
     """Returns what the holders can serve to readers: each tensor with the dtype in which it is received, in
-    the layout of its holders. others: names under which other values are received than are held. Left out are
-    these, partial values, and what ranks describe differently."""
+    the layout of its holders. received: as _received() returns it. others: names under which other values
+    are received than are held. Left out are these, partial values, and what ranks describe differently."""
     found: dict[str, Target] = {}
     for name in sides.all_held():
         if name in others or name in sides.own:
@@ -211,7 +256,7 @@ def _served(sides: Sides, targets: Mapping[str, Target], others: Collection[str]
         if each.where.has_partial or len(asked) > 1:
             continue
         whole = sides.first.options.dtype if each.dtype.is_floating_point else None
-        dtype = targets[name].dtype if name in targets else asked.pop() if asked else whole or each.dtype
+        dtype = received[name].dtype if name in received else asked.pop() if asked else whole or each.dtype
         found[name] = Target(name, each.shape, dtype, each.where, each.device_type)
     return found
 

@@ -379,7 +379,7 @@ class Keeping(Offering):
                     known = torch.empty(local.shape, dtype=target.dtype, device=local.device)
                 kept[name] = known.copy_(local)
         self._memory = dict(kept)
-        self._buffers.fill(buffer, kept, served, WeightStats(version, 0, 0, 0.0, 0.0))
+        self._buffers.fill(buffer, kept, kept, served, WeightStats(version, 0, 0, 0.0, 0.0))
 
     def _answer_now(self, number: int) -> None:
         if self._old:

@@ -110,8 +110,10 @@ class _Side:
         if run.refused is not None:
             raise run.refused
         wanted, rank = run.checked.side.wanted.values(), self.parent.rank
+        landings = run.checked.side.recorded.values()
         receives = any(each.layout is None or rank in each.layout.ranks for each in wanted)
-        return receives, any(each.device_type == "cuda" for each in wanted)
+        devices = {each.device_type for each in wanted} | {each.device_type for each in landings}
+        return receives or bool(landings), "cuda" in devices
 
     def _prepared(
         self, op: str, version: Any, memory: Memory | None, wrong: Exception | None = None
@@ -167,8 +169,7 @@ class _Side:
                 for name, x in run.checked.tensors.items()
                 if name in run.served and storage_of(local_of(x)) not in written
             }
-            peers = any(not target.recorded for target in run.targets.values())
-            self.serving.pushed(version, held, run.served, peers, begin + self.limit)
+            self.serving.pushed(version, held, run.served, bool(run.received), begin + self.limit)
 
     def pulled(self, begin: float, deadline: float) -> None:
         """One version into this rank's only buffer. Blocks. Raises Late where there was none, or other ranks
@@ -297,7 +298,8 @@ class _Side:
         stats = WeightStats(result.version, sent, got, begin - start, time.monotonic() - begin)
         if earlier is not None:
             stats = replace(stats, ratio=earlier.ratio, whole=earlier.whole)
-        self.buffers.fill(buffer, result, run.targets, stats, None if earlier is None else earlier.arrived)
+        arrived = None if earlier is None else earlier.arrived
+        self.buffers.fill(buffer, result, run.offers, run.received, stats, arrived)
         return run
 
     def _interrupted(self, raised: BaseException) -> None:
@@ -444,11 +446,6 @@ class WeightSync:
             if delta and options.get("quantize") is not None:
                 raise LayoutError(
                     "delta=True with quantize=, whose values all change with their scales; give one of them"
-                )
-            if readers is not None and recorded:
-                raise LayoutError(
-                    "readers= with recorded destinations, whose parameters have the layout of an engine; "
-                    "receive into (mesh, placements) or a Layout"
                 )
             if readers is not None and not isinstance(readers, dist.Store):
                 raise LayoutError(f"readers={checks.shown(readers)}: expected a torch.distributed.Store")
