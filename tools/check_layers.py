@@ -62,7 +62,7 @@ TOP = {"", "__main__", "_version", "_build_check", "_build_info"}
 LAZY = {
     "backend": {"backend.backend"},
     "resharding.reshard": {"resharding.digested"},
-    "resharding.weight_sync": {"resharding.weight_reader"},
+    "resharding.weight_sync": {"resharding.weight_offers"},
     "planning.plan": {"planning.show"},
     "pipelining": {"tuning.choose", "tuning.candidates", "tuning.partition", "tuning.search"},
     "pipelining.schedules": {"tuning.choose"},

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshcast import Layout
-from meshcast.resharding import weight_reader
+from meshcast.resharding import weight_offers, weight_reader
 from multiproc.meshes import quiet_mesh, sharded
 from torch.distributed.tensor import Replicate, Shard
 
@@ -80,7 +80,7 @@ def fails_in_the_middle(context) -> None:
         fail()
 
     if FAULT == "offering":
-        weight_reader.Offering._answer = move
+        weight_offers.Offering._answer_now = move
     else:
         weight_reader.Meeting.move = move
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from types import SimpleNamespace
 
 import meshcast
@@ -11,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshcast import Layout
-from meshcast.resharding.weight_reader import Offering
+from meshcast.resharding.weight_offers import Offering
 from meshcast.transfers.digest import values_digest
+from multiproc.cases_record import Written
+from multiproc.engines import SHAPES, Engine
 from multiproc.meshes import quiet_mesh, sharded
 from multiproc.oracle import unique_fill
 from multiproc.own_threads import left_running
@@ -285,15 +288,15 @@ def far_behind(context) -> None:
     job = Outside(context)
     job.all_turn(1)
     if job.rank in SERVERS:
-        answer = Offering._answer
+        answer = Offering._answer_now
 
         def late(self, number) -> None:
-            Offering._answer = answer
+            Offering._answer_now = answer
             many = [f"{context.case}/many/{READER}"]
             context.wait_until(lambda: context.store.check(many), "many were put")
             answer(self, number)
 
-        Offering._answer = late
+        Offering._answer_now = late
     context.wait_for_all("ready")
     if job.reads:
         questions = job.reader()._questions
@@ -495,6 +498,94 @@ def after_a_failed_push(context) -> None:
     job.done()
 
 
+def recorded(context, name: str, fulls, make, others, expected, after=None) -> None:
+    """One version through the memory of engines on the servers, and what a reader gets of it. others(): what
+    the other ranks do meanwhile."""
+    readers = dist.PrefixStore(f"{context.case} {name}", context.store)
+    if context.rank != READER:
+        mesh = quiet_mesh(TRAINERS)
+        trains = context.rank in TRAINERS
+        held = {
+            each: sharded(full, mesh, [Shard(0) if full.ndim else Replicate()], context.rank)
+            for each, full in fulls.items()
+        }
+        model = None if trains else make()
+        where = meshcast.record_destinations(
+            model,
+            names_and_shapes=held if trains else None,
+            group=inner_group(),
+            after=None if after is None or trains else lambda: after(model),
+        )
+        sync = meshcast.WeightSync(
+            held if trains else None, where, buffers=1, group=inner_group(), readers=readers, timeout=30.0
+        )
+        if trains:
+            sync.push(1)
+        else:
+            assert sync.pull(1) == 1
+    context.wait_for_all(f"{name} pushed")
+    if context.rank == READER:
+        where = {
+            each: Layout([0, 1], [Shard(0) if full.ndim else Replicate()]) for each, full in fulls.items()
+        }
+        parts = []
+        for rank in range(2):
+            reader = meshcast.WeightReader(readers, where, rank=rank, timeout=20.0, digest=True)
+            reader.pull()
+            parts.append(reader.state)
+        context.say("read")
+        for each, full in expected.items():
+            found = torch.cat([part[each] for part in parts]) if full.ndim else parts[0][each]
+            assert found.dtype == full.dtype, each
+            assert torch.equal(found, full), each
+    elif others is not None:
+        others(sync, trains)
+    context.wait_for_all(f"{name} read", limit=40.0)
+    if context.rank != READER:
+        sync.close()
+
+
+def engine(kind: str, dtype: torch.dtype, rank: int) -> Engine:
+    return Engine(SHAPES[kind], SERVERS.index(rank), len(SERVERS), pad_to=8).to(dtype)
+
+
+def engines_whose_loaders_were_recorded(context) -> None:
+    """They have fused, stacked and padded parameters; entries in several places, transposed and cast ones,
+    and some that the loader gets whole."""
+    for kind in ("llama", "moe", "gemma"):
+        for dtype in (torch.float32, torch.bfloat16):
+            fulls = SHAPES[kind].values(torch.float32)
+            make = functools.partial(engine, kind, dtype, context.rank)
+            expected = {name: full.to(dtype) for name, full in fulls.items()}
+            recorded(context, f"{kind} {dtype}", fulls, make, None, expected)
+    fulls = {name: torch.arange(15.0).reshape(5, 3) + at for at, name in enumerate("abc")}
+    fulls |= {"d": torch.arange(1.0, 5), "s": torch.tensor(3.5)}
+    recorded(context, "by hand", fulls, Written, None, fulls)
+
+
+def engines_that_change_what_they_have(context) -> None:
+    """after= changes a parameter: these ranks offer nothing, and the trainers serve."""
+    fulls = {name: torch.arange(15.0).reshape(5, 3) + at for at, name in enumerate("abc")}
+    fulls |= {"d": torch.arange(1.0, 5), "s": torch.tensor(3.5)}
+
+    def others(sync, trains: bool) -> None:
+        version = 1
+        while True:
+            done = [context.store.check([f"{context.case}/read/{READER}"])]
+            dist.broadcast_object_list(done, 0, group=inner_group())
+            if done[0]:
+                return
+            version += 1
+            if trains:
+                sync.push(version)
+            else:
+                assert sync.pull(version) == version
+            time.sleep(0.02)
+
+    changed = lambda model: model.turned.data.mul_(2)  # noqa: E731
+    recorded(context, "changed", fulls, Written, others, fulls, after=changed)
+
+
 CASES = [
     newest_from_replicas,
     into_a_mesh,
@@ -513,4 +604,6 @@ CASES = [
     nothing_is_left,
     one_buffer,
     after_a_failed_push,
+    engines_whose_loaders_were_recorded,
+    engines_that_change_what_they_have,
 ]

@@ -2,6 +2,9 @@
 
     reshard(Tensor local, Tensor(a!) token, int call) -> Tensor
 
+While torch.compile traces meshcast.reshard, the graph gets this operator and the number of a call that was
+compiled during the tracing.
+
 local: this rank's shard of the source, or any tensor outside its mesh; the result: this rank's shard
 under the destination, or an empty one, on the GPU or CPU of its mesh. call: a number from register_call().
 token: three int64 on the CPU, mutated: as a pure operator, the compiler would merge two equal calls and drop
@@ -15,18 +18,24 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import LayoutError, MeshcastError
+from ..errors import Caller, LayoutError, MeshcastError
 from ..transfers.handle import CallNumber
 from ..transfers.medium import fresh
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
     from .compiled import Compiled
 
-__all__ = ["new_token", "register", "register_call"]
+__all__ = ["new_token", "register", "register_call", "traced_reshard"]
 
 _library: torch.library.Library | None = None
 # Slots of one call whose backwards may be to come. It has another one only after its group has forgotten it.
@@ -93,7 +102,7 @@ def register_call(compiled: Compiled, limit: float) -> int:
 
 def new_token() -> torch.Tensor:
     """A token for the operator. Calls that share one are never merged."""
-    return torch.zeros(3, dtype=torch.int64)
+    return torch.zeros(3, dtype=torch.int64, device="cpu")
 
 
 def _called(call: int) -> tuple[Compiled, _Registered]:
@@ -192,3 +201,69 @@ def _autograd(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tens
 def _below_autograd(local: torch.Tensor, token: torch.Tensor, call: int) -> torch.Tensor:
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.meshcast.reshard(local, token, call)
+
+
+_token = new_token()  # an input of every graph; one for all traced calls keeps their order
+
+
+def traced_reshard(
+    x: Any,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    group: Any,
+    dtype: torch.dtype | None,
+    strategy: str,
+    timeout: float | timedelta | None,
+) -> DTensor:
+    """The arguments of meshcast.reshard while it is traced; x is a DTensor on every rank."""
+    from torch.distributed.tensor import DTensor  # not by `import meshcast`
+
+    if not isinstance(x, DTensor):
+        raise LayoutError("reshard under torch.compile: x must be a DTensor on every rank")
+    needs_grad = x.requires_grad and torch.is_grad_enabled()
+    source = (tuple(x.shape), x.dtype, x.device_mesh, tuple(x.placements), needs_grad)
+    call = _constant_call(source, (mesh, tuple(placements), dtype), group, strategy, timeout)
+    local = torch.ops.meshcast.reshard(x.to_local(), _token, call)
+    return DTensor.from_local(
+        local, mesh, tuple(placements), run_check=False, shape=x.shape, stride=x.stride()
+    )
+
+
+def _constant_call(
+    source: tuple[Any, ...],
+    goal: tuple[Any, ...],
+    group: Any,
+    strategy: str,
+    timeout: float | timedelta | None,
+) -> int:
+    """Number of the call. source, goal: fields of a TensorSpec and of a ReshardGoal."""
+    from ..groups.parent import parent_group, seconds
+    from ..spec import TensorSpec
+    from ..transfers.transfer import PlanOptions
+    from .compiled import ReshardGoal, compile_call
+
+    spec, mesh = TensorSpec(*source), goal[0]
+    if spec.requires_grad and set(spec.mesh.mesh.flatten().tolist()) != set(mesh.mesh.flatten().tolist()):
+        # On a shell, torch traces operations as fresh empty tensors: nothing would lead to the backward
+        # transfer there, and the other ranks would wait for it.
+        raise LayoutError(
+            "reshard under torch.compile: with a gradient, both meshes must have the same ranks; leave the "
+            "call outside the compiled function, or run it under torch.no_grad()"
+        )
+    parent = parent_group(group, "reshard")
+    limit = seconds(timeout, parent.timeout)
+    known = parent.extras.setdefault("traced", {})
+    key = (source, goal, strategy, limit)
+    found = known.get(key)
+    if found is None:
+        options = PlanOptions(strategy)
+        with Caller("reshard", parent.rank):
+            compiled = compile_call(
+                parent, [spec], [ReshardGoal(*goal)], "reshard", options, spec_inside=True
+            )
+        found = known[key] = (register_call(compiled, limit), compiled)
+    return found[0]
+
+
+# torch._dynamo.assume_constant_result, without the import of torch._dynamo: run while tracing, not traced.
+_constant_call._dynamo_marked_constant = True  # type: ignore[attr-defined]

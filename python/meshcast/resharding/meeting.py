@@ -1,25 +1,164 @@
-"""Ranks that share no process group of torch, and meet in a store that one of them has; the buckets in which
-they send tensors."""
+"""Ranks that share no process group of torch, and meet in a store that one of them has: the questions and
+offers by which they find each other, and the buckets in which they send tensors.
+
+Keys in the store, by the number n of a question: `ask/n` is the question, "" once it is answered; `offers/n`
+counts the offers, which are `offer/n/1` and so on; `meet/n` names those that the reader has chosen.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..errors import LayoutError
 from ..groups.parent import ParentGroup, StoreConnection
+from ..layout import Box, Layout
 from .state_arguments import Given
+from .state_entries import Target
 from .state_run import ReshardedState, StateRun, conversation
 
-__all__ = ["Meeting", "buckets"]
+__all__ = [
+    "AGAIN",
+    "CHOOSE",
+    "KEPT",
+    "PAUSE",
+    "TORN",
+    "Ask",
+    "Holding",
+    "Meeting",
+    "Offered",
+    "Questions",
+    "Served",
+    "Taken",
+    "buckets",
+    "others",
+    "waited",
+]
 
 T = TypeVar("T")
 
 _DRAIN = 1.0  # seconds that a transfer in flight gets when the meeting ends
+PAUSE, _LONGEST_PAUSE = 0.001, 0.02  # seconds between two looks into the store
+AGAIN = 0.5  # seconds until a question is put again, to ranks that have had no version
+KEPT, _SWEEP = 256, 64  # answered questions whose keys stay in the store; questions between two sweeps
+CHOOSE = 5.0  # seconds that a reader has to choose; and that the store has to answer ranks that push
+TORN = "torn"  # sent instead of digests
+
+
+class Served(NamedTuple):
+    """A tensor that is served. layout: with all ranks that have a part."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+
+
+Holding = dict[str, Served]
+
+
+class Ask(NamedTuple):
+    """A question. least: the oldest version that will do. timeout: seconds for all of it. contact: of the
+    reader."""
+
+    least: int
+    timeout: float
+    contact: str
+
+
+class Offered(NamedTuple):
+    """A rank that has the version, -1 where it has none. job: of the WeightSync; later ones are larger.
+    holding: the key of what is served. ranks: those of its group, one more than the largest. contact: of the
+    rank. of: how many ranks offer this, where that is known."""
+
+    version: int
+    rank: int = -1
+    job: str = ""
+    holding: str = ""
+    ranks: int = 0
+    contact: str = ""
+    of: int = 0
+
+
+class Taken(NamedTuple):
+    """The offers that a reader takes, by their numbers, and the ranks that made them, in the same order, with
+    their contacts. number: of the reader, in the meeting. boxes: of which each of the offers is to send
+    digests, by name."""
+
+    version: int
+    offers: tuple[int, ...]
+    ranks: tuple[int, ...]
+    contacts: tuple[str, ...]
+    number: int
+    digest: bool
+    timeout: float
+    boxes: dict[int, dict[str, tuple[Box, ...]]]
+
+
+class Questions:
+    """The keys that readers and those that answer them have in common. Each uses a connection of its own.
+    pushing: of questions to ranks that push."""
+
+    def __init__(self, store: dist.Store, *, pushing: bool = False) -> None:
+        prefix = f"meshcast weights{' of trainers' if pushing else ''}"
+        self._connection = StoreConnection(store, prefix)
+        self._opened: Any = None
+        self.for_meetings = StoreConnection(store, prefix)  # nothing waits in this one
+
+    @property
+    def store(self) -> Any:
+        if self._opened is None:
+            self._opened = self._connection()
+        return self._opened
+
+    def asked(self) -> int:
+        """Returns how many questions there have been."""
+        return int(self.store.add("asked", 0))
+
+    def offering(self) -> int:
+        """Returns how many ranks answer every question; some may have died."""
+        return int(self.store.add("offering", 0))
+
+    def ask(self, text: str) -> int:
+        """Returns the number of the question."""
+        number = int(self.store.add("asked", 1))
+        self.store.set(f"ask/{number}", text)
+        return number
+
+    def close(self, number: int) -> None:
+        """The question is answered. Its keys are erased later: ranks may be about to read them."""
+        store, old = self.store, number - KEPT
+        store.set(f"ask/{number}", "")
+        if old < 1:
+            return
+        keys = [f"{name}/{old}" for name in ("ask", "offers", "meet")]
+        for at in range(int(store.add(f"offers/{old}", 0))):
+            keys += [f"offer/{old}/{at + 1}", f"sums/{old}/{at + 1}"]
+        if number % _SWEEP == 0 and hasattr(store, "list_keys"):  # those of meetings, by number
+            firsts = {key: key.partition("/")[0] for key in store.list_keys()}
+            keys += [key for key, first in firsts.items() if first.isdigit() and int(first) <= old]
+        for key in keys:
+            store.delete_key(key)
+
+    def heard(self, key: str) -> str | None:
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
+
+def waited(look: Callable[[], T | None], deadline: float) -> T | None:
+    """Returns what look() finds, or None at the deadline."""
+    pause = PAUSE
+    while (found := look()) is None and time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
+    return found
+
+
+def others(tensors: Iterable[Served | Target], meet: Taken) -> list[int]:
+    """Ranks that take part in what is served, and not in this meeting."""
+    return sorted({rank for each in tensors for rank in each.layout.ranks} - set(meet.ranks))
 
 
 class Meeting:

@@ -164,7 +164,7 @@ def reshard(
                 "reshard under torch.compile: async_op, digest, topology, grad_placements and lost are not "
                 "supported"
             )
-        from .compile_trace import traced_reshard
+        from .compile_op import traced_reshard
 
         return traced_reshard(x, mesh, placements, group, dtype, strategy, timeout)
     return run_call(

@@ -36,7 +36,7 @@ from .state_entries import (
     memory_with,
     same_memory,
 )
-from .tensor_map import TensorMap
+from .tensor_map import maps_of
 
 if TYPE_CHECKING:
     from ..topology import Topology
@@ -83,6 +83,7 @@ class Given:
     loaded: Any = None  # {name: [(box, tensor)]}, in addition to what is held
     delta: bool = False
     lost_any: bool = False  # ranks of `lost` may have held nothing
+    readers: bool = False  # as in Terms
 
 
 @dataclass
@@ -141,7 +142,7 @@ def checked_call(rank: int, given: Given) -> StateCall:
     destinations, outs = receiving(given.destinations, given.out)
     layouts = {**getattr(state, "layouts", {}), **_mapping("layouts", given.layouts)}
     reading = Reading(rank, layouts, given.numbers)
-    maps = _maps(given.maps)
+    maps = maps_of(given.maps)
     selected, listed = (lambda _: True, ()) if given.only is None else _chosen("only", given.only)
     terms = _terms(given)
     check_lost([number for number, _ in given.lost], rank)
@@ -218,6 +219,7 @@ def checked_call(rank: int, given: Given) -> StateCall:
         },
         selects=given.only is not None,
         own=tuple(name for name in (*held, *values) if own(name)),
+        dtypes=_served_dtypes(held, dtype_of, floats) if given.readers else {},
         loaded={
             name: LoadedBoxes(parts[0][1].dtype, parts[0][1].device.type, tuple(box for box, _ in parts))
             for name, parts in loaded.items()
@@ -234,6 +236,16 @@ def checked_call(rank: int, given: Given) -> StateCall:
     if recorded is not None:
         call = replace(call, recorded=recorded, memory=recorded._memory())
     return call
+
+
+def _served_dtypes(
+    held: Mapping[str, Held], dtype_of: Callable[[str], torch.dtype | None], floats: bool
+) -> dict[str, torch.dtype]:
+    """The dtypes that are asked for by name. floats: of floating-point tensors alone."""
+    asked = {
+        name: dtype_of(name) for name, each in held.items() if each.dtype.is_floating_point or not floats
+    }
+    return {name: dtype for name, dtype in asked.items() if dtype is not None}
 
 
 def receiving(destinations: Any, out: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -274,6 +286,7 @@ def _terms(given: Given) -> Terms:
         given.lost,
         given.delta,
         given.lost_any,
+        given.readers,
     )
 
 
@@ -294,21 +307,6 @@ def _mapping(name: str, value: Any) -> Mapping[str, Any]:
         if not isinstance(key, str):
             raise LayoutError(f"{name} has the key {checks.shown(key)}; names are text")
     return value
-
-
-def _maps(given: Any) -> tuple[TensorMap, ...]:
-    maps = (given,) if isinstance(given, TensorMap) else checks.listed("maps", given or ())
-    made: set[str] = set()
-    for each in maps:
-        if not isinstance(each, TensorMap):
-            raise LayoutError(f"maps has {checks.shown(each)}: expected a meshcast.TensorMap")
-        for name in each.target_names():
-            if name in made:
-                raise LayoutError(f"two maps make {name!r}")
-            made.add(name)
-        if not each.targets:
-            raise LayoutError(f"{each} has no targets")
-    return maps
 
 
 def _chosen(what: str, given: Any) -> tuple[Callable[[str], bool], Sequence[str]]:

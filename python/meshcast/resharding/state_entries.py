@@ -127,7 +127,8 @@ class LoadedBoxes(NamedTuple):
 class Terms(NamedTuple):
     """Options that all ranks give the same. dtype: of all floating-point tensors. lost: ranks that are lost:
     the number of each in layouts of what is held, and what messages call it. delta: versions travel as their
-    changes. lost_any: lost ranks may have held nothing, since they received."""
+    changes. lost_any: lost ranks may have held nothing, since they received. readers: processes outside
+    may read what is held, and nothing else need want it."""
 
     max_bytes_in_flight: int | None
     digest: bool
@@ -137,15 +138,17 @@ class Terms(NamedTuple):
     lost: tuple[tuple[int, int], ...]
     delta: bool = False
     lost_any: bool = False
+    readers: bool = False
 
 
 class StateSide(NamedTuple):
     """One rank's side of a call, by the names that entries travel under. ties, out_ties: tensors, and
     outputs, that are an earlier one. carried: entries that are no tensors, as text. renamed: {previous name:
     name}; unmatched: names that rename= or only= give and this rank does not know. selects: it has an only=.
-    own: entries of which each rank has its own. recorded: {parameter: what arrives in its memory}; skipped:
-    entries that the loader of these leaves out. scales: {name: (name of its scales, block)}. obstacles: why
-    the rank can take no part in transfers between GPUs, and in those between CPUs and GPUs; "" where it can.
+    own: entries of which each rank has its own. dtypes: in which readers get entries. recorded: {parameter:
+    what arrives in its memory}; skipped: entries that the loader of these leaves out. scales: {name: (name of
+    its scales, block)}. obstacles: why the rank can take no part in transfers between GPUs, and in those
+    between CPUs and GPUs; "" where it can.
     """
 
     held: dict[str, Held]
@@ -158,6 +161,7 @@ class StateSide(NamedTuple):
     unmatched: dict[str, tuple[str, ...]]
     selects: bool
     own: tuple[str, ...]
+    dtypes: dict[str, torch.dtype]
     loaded: dict[str, LoadedBoxes]
     recorded: dict[str, Landing]
     skipped: tuple[str, ...]
@@ -190,7 +194,7 @@ class Target:
     """A tensor that arrives. alias: the name of another that it is, as at the source. scales: names of the
     scales that are made with it; beside: of scales, the name of their values, with shape and block of these,
     where they have no destination of their own. recorded: memory of parameters, of its own size on each
-    rank."""
+    rank. spans: the part of such a memory that a tensor for readers is in, by rank: its begin and size."""
 
     name: str
     shape: tuple[int, ...]
@@ -202,18 +206,23 @@ class Target:
     beside: tuple[str, tuple[int, ...], tuple[int, ...]] | None = None
     recorded: bool = False
     moves: list[Move] = field(default_factory=list)
+    spans: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass
 class Agreed:
     """The agreement of the ranks of a call. own: entries of which each rank has its own. twins: sources that
-    several meshes hold, each with the shape and the layouts whose values have to be equal. quantized: what is
-    quantised on the way; before: the moves between the holders of its blocks; made_of: the names of the
-    tensors that each source of a move is made of, where it is made."""
+    several meshes hold, each with the shape and the layouts whose values have to be equal. served, received:
+    what readers can be served by the holders, and by those that have received; alias: the recorded memory
+    that it is in. quantized: what is quantised on the way; before: the moves between the
+    holders of its blocks; made_of: the names of the tensors that each source of a move is made of, where it
+    is made."""
 
     targets: dict[str, Target]
     own: frozenset[str] = frozenset()
     twins: dict[str, tuple[tuple[int, ...], tuple[Layout, ...]]] = field(default_factory=dict)
+    served: dict[str, Target] = field(default_factory=dict)
+    received: dict[str, Target] = field(default_factory=dict)
     quantized: list[Any] = field(default_factory=list)
     before: list[Move] = field(default_factory=list)
     made_of: dict[str, list[str]] = field(default_factory=dict)
@@ -453,6 +462,10 @@ class Sides:
         """Returns whether any rank has a tensor."""
         return name in self._named
 
+    def all_held(self) -> list[str]:
+        """Returns the names of all tensors that are held, in the order in which the ranks say them."""
+        return list(dict.fromkeys(name for _, side in self.groups for name in side.held))
+
     def holders(self, name: str) -> dict[int, Held]:
         """Returns what each rank that has a tensor says of it, by ascending rank; of a rank's own, the lowest
         rank's."""
@@ -687,11 +700,12 @@ class Sides:
                         f"rename makes {earlier!r} of {old!r} on rank {before}, but {name!r} on rank {rank}"
                     )
         wanted = {name for _, side in self.groups for name in (*side.wanted, *side.carried)}
+        served = wanted.union(self._named) if self.first.options.readers else wanted
         for argument, known, what in (
             ("rename", new, "no rank's state_dict has"),
             ("layouts", self._named, "no rank's state_dict has"),
             ("only", wanted, "no destination is given for"),
-            ("dtype", wanted, "no destination is given for"),
+            ("dtype", served, "no destination is given for"),
             ("quantize", wanted, "no destination is given for"),
         ):
             for (rank, *_), side in self.groups:

@@ -6,14 +6,14 @@ error. Layouts are copies of plain tensors, what a map makes of a destination, o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache, reduce
 
 import torch
 
-from ..base.boxes import HeldBoxes, Piece, box_text
+from ..base.boxes import HeldBoxes, Piece, box_text, without
 from ..base.checks import dtype_name
-from ..errors import LayoutError
+from ..errors import LayoutError, MeshcastError
 from ..layout import Box, Layout
 from ..planning.plan import Problem
 from ..transfers.block_scaled import SOURCES, Quantize, Scheme
@@ -144,7 +144,7 @@ def agree(given: Mapping[int, StateSide]) -> Agreed:
     names = sides.names()
     carried = {name for _, side in sides.groups for name in side.carried}
     recorded = {name: None for _, side in sides.groups for name in side.recorded}
-    if not names and not carried and not recorded:
+    if not names and not carried and not recorded and not sides.first.options.readers:
         raise LayoutError(
             "no destinations; give (mesh, placements) for at least one name, where it is received"
         )
@@ -183,10 +183,14 @@ def agree(given: Mapping[int, StateSide]) -> Agreed:
         target = _recorded_target(name, sides, makers, used, missing)
         targets[target.name] = target
     raise_gone(list(missing))
-    sides.check_extra(used.union(name for _, side in sides.groups for name in side.skipped))
+    if names or recorded:
+        sides.check_extra(used.union(name for _, side in sides.groups for name in side.skipped))
     _tie(targets, sides, makers)
     _check_scales(targets, sides)
-    held = {name: sides.held(name) for name in sorted(used)}
+    readers = sides.first.options.readers
+    received = _received(targets) if readers else {}
+    served = _served(sides, received, {*makers, *chosen}) if readers else {}
+    held = {name: sides.held(name) for name in sorted(used.union(served))}
     twins = {name: (each.shape, sides.twins[name]) for name, each in held.items() if name in sides.twins}
     ends = Ends(torch.float32, torch.float32)
     before = [
@@ -195,7 +199,71 @@ def agree(given: Mapping[int, StateSide]) -> Agreed:
         for source, problem in each.before.items()
     ]
     made_of = {name: each.sources for each in quantizing for name in each.names.results}
-    return Agreed(targets, sides.own, twins, quantizing, before, made_of)
+    return Agreed(targets, sides.own, twins, served, received, quantizing, before, made_of)
+
+
+def _received(targets: Mapping[str, Target]) -> dict[str, Target]:
+    """Returns what those that have received can serve to readers: targets, and of tensors that arrive in the
+    memory of recorded parameters the boxes of one of these; first of one that has all of it, with the values
+    that travelled."""
+    found = {name: target for name, target in targets.items() if not target.recorded}
+    best: dict[str, tuple[bool, bool]] = {}
+    for target in targets.values():
+        for move in target.moves if target.recorded else ():
+            name, (shape, _, _, layout) = move.source, move.problem
+            if name in found and name not in best:
+                continue
+            try:
+                layout.shards(shape)
+            except LayoutError:  # a rank has one box twice
+                continue
+            boxes = [piece[0] for _, pieces in layout.pieces(shape).values() for piece in pieces]
+            whole = not without(tuple((0, size) for size in shape), boxes)
+            good = whole, move.ends.source == target.dtype
+            if name not in best or good > best[name]:
+                best[name] = good
+                layout, spans = _spanned(layout, shape)
+                found[name] = Target(name, shape, target.dtype, layout, target.device_type, target.name)
+                found[name].spans = spans
+    return found
+
+
+def _spanned(layout: Layout, shape: tuple[int, ...]) -> tuple[Layout, dict[int, tuple[int, int]]]:
+    """Returns the layout of boxes in the parts of a memory that they span, and these, by rank. Each is a
+    tensor by itself: names that have one memory are tied."""
+    held: list[HeldBoxes] = []
+    spans: dict[int, tuple[int, int]] = {}
+    for rank, (_, pieces) in layout.pieces(shape).items():
+        ends = [
+            at[0] + sum((high - low - 1) * step for (low, high), step in zip(box, steps, strict=True))
+            for box, at, _, steps in pieces
+        ]
+        low, high = min((at[0] for _, at, _, _ in pieces), default=0), max(ends, default=-1) + 1
+        spans[rank] = low, high - low
+        moved = tuple((box, (at[0] - low,), axes, steps) for box, at, axes, steps in pieces)
+        held.append(((high - low,), moved))
+    return Layout._of_held(tuple(spans), tuple(held), len(shape)), spans
+
+
+def _served(sides: Sides, received: Mapping[str, Target], others: Collection[str]) -> dict[str, Target]:
+    """Returns what the holders can serve to readers: each tensor with the dtype in which it is received, in
+    the layout of its holders. received: as _received() returns it. others: names under which other values
+    are received than are held. Left out are these, partial values, and what ranks describe differently."""
+    found: dict[str, Target] = {}
+    for name in sides.all_held():
+        if name in others or name in sides.own:
+            continue
+        try:
+            each = sides.held(name)
+        except MeshcastError:
+            continue
+        asked = {side.dtypes[name] for _, side in sides.groups if name in side.dtypes}
+        if each.where.has_partial or len(asked) > 1:
+            continue
+        whole = sides.first.options.dtype if each.dtype.is_floating_point else None
+        dtype = received[name].dtype if name in received else asked.pop() if asked else whole or each.dtype
+        found[name] = Target(name, each.shape, dtype, each.where, each.device_type)
+    return found
 
 
 def _chosen(

@@ -141,6 +141,8 @@ class StateRun:
     Attributes:
         refused: what is wrong with the arguments.
         result: filled at the end.
+        served, received: as in Agreed. offers: what this rank can serve to readers of what it has received;
+            None where it may be other values by now.
         batches, made: of its transfers, and the calls of those that have begun.
         moving: called once no rank has anything to refuse, before the first byte is written.
         still: asked at the end, whether the tensors are what they were meant to be, as watching cannot say.
@@ -169,7 +171,10 @@ class StateRun:
         self.memory = memory
         self.kept: dict[int, Known] = {}  # by conversation, left by earlier calls of this kind
         self.result = ReshardedState()
-        self.targets: dict[str, Target] = {}  # of the result
+        self.served: dict[str, Target] = {}
+        self.received: dict[str, Target] = {}
+        self.offers: dict[str, torch.Tensor] | None = None
+        self._intact = True  # no loader has changed what it was given
         self.batches: Sequence[Batch] = ()
         self.made: list[Call] = []
         self.moving: Callable[[], None] = lambda: None
@@ -264,15 +269,19 @@ class StateRun:
             whole = {name: arrived[targets[name].alias or name] for name in call.side.wanted}
             seen = {name: x._version for name, x in whole.items() if not x.is_inference()}
             call.recorded._finish(call.memory, whole)
-            if self.earlier is not None:  # the loader may change what it is given: it is no version then
-                self.earlier.spoilt = any(whole[name]._version != version for name, version in seen.items())
+            # The loader may change what it is given: it is no version then.
+            self._intact = all(whole[name]._version == version for name, version in seen.items())
+            if self.earlier is not None:
+                self.earlier.spoilt = not self._intact
 
     def fill(self, known: Known, arrived: dict[str, torch.Tensor], values: dict[str, Any]) -> ReshardedState:
         """Puts into `result` what this rank asked for. Tied targets are one tensor, as at the source."""
         call, targets, result = self.checked, known.agreed.targets, self.result
-        self.targets = targets
+        self.served, self.received = known.agreed.served, known.agreed.received
         if call.recorded is not None:
             result.update({**call.recorded._results(), **values})
+            if self._intact and not call.recorded.processed:
+                self.offers = self._recorded_offers(arrived)
             return result
         specs: dict[Any, DTensorSpec] = {}
         names = {}
@@ -292,7 +301,16 @@ class StateRun:
                 result[name] = _wrapped(call, target, arrived.get(alias), specs)
         for name, value in values.items():
             result.setdefault(name, value)
+        self.offers = {name: x for name, x in result.items() if name in self.received}
         return result
+
+    def _recorded_offers(self, arrived: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, target in self.received.items():
+            x = arrived.get(target.alias or name)
+            if x is not None and (not target.spans or self.rank in target.spans):
+                found[name] = x.narrow(0, *target.spans[self.rank]) if target.spans else x
+        return found
 
 
 class _Row(NamedTuple):

@@ -11,7 +11,7 @@ from ..base import checks
 from ..base.checks import Reader
 from ..errors import LayoutError
 
-__all__ = ["Block", "TensorMap", "mapped"]
+__all__ = ["Block", "TensorMap", "mapped", "maps_of"]
 
 _Shape = tuple[int, ...]
 
@@ -340,3 +340,19 @@ def _with(values: _Shape, index: int, value: int) -> _Shape:
 
 def _unfit(each: TensorMap, reason: str) -> LayoutError:
     return LayoutError(f"the map of {each.names()[:4]} to {each.target_names()[:4]} does not fit: {reason}")
+
+
+def maps_of(given: Any) -> tuple[TensorMap, ...]:
+    """Reads one map or several. Raises LayoutError where two make one tensor."""
+    maps = (given,) if isinstance(given, TensorMap) else checks.listed("maps", given or ())
+    made: set[str] = set()
+    for each in maps:
+        if not isinstance(each, TensorMap):
+            raise LayoutError(f"maps has {checks.shown(each)}: expected a meshcast.TensorMap")
+        for name in each.target_names():
+            if name in made:
+                raise LayoutError(f"two maps make {name!r}")
+            made.add(name)
+        if not each.targets:
+            raise LayoutError(f"{each} has no targets")
+    return maps

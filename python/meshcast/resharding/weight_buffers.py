@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -62,11 +62,17 @@ class Buffer:
         self._written: list[tuple[torch.Tensor, int]] = []
         self._uncounted = False
 
-    def fill(self, state: ReshardedState, targets: dict[str, Target], version: int) -> None:
+    def fill(
+        self,
+        state: ReshardedState,
+        offers: Mapping[str, torch.Tensor] | None,
+        targets: dict[str, Target],
+        version: int,
+    ) -> None:
         self.state, self.targets, self.version, self.torn = state, targets, version, False
-        self.arrived_as = ReshardedState(state)
+        self.arrived_as = None if offers is None else ReshardedState(offers)
         # A DTensor and its local tensor count their writes apart.
-        tensors = [x for x in state.values() if isinstance(x, torch.Tensor)]
+        tensors = [x for x in (*state.values(), *(offers or {}).values()) if isinstance(x, torch.Tensor)]
         tensors += [x._local_tensor for x in tensors if isinstance(x, DTensor)]
         self._written = [(x, x._version) for x in tensors if not x.is_inference()]
         self._uncounted = len(self._written) < len(tensors)
@@ -116,13 +122,15 @@ class Buffers:
         self,
         buffer: Buffer,
         state: ReshardedState,
+        offers: Mapping[str, torch.Tensor] | None,
         targets: dict[str, Target],
         stats: WeightStats,
         arrived: Arrived | None = None,
     ) -> None:
-        """The version in it is whole."""
+        """The version in it is whole. offers: what readers may be served of it, as these targets say; None:
+        nothing."""
         with self._changed:
-            buffer.fill(state, targets, stats.version)
+            buffer.fill(state, offers, targets, stats.version)
             buffer.arrived = arrived
             self._newest, self._claimed, self._refused = buffer, None, None
             self.stats = stats
@@ -132,7 +140,7 @@ class Buffers:
         """Returns the newest version that is as it arrived, for those that read it; None where none is. It
         may be written meanwhile, which shows in the versions that torch counts."""
         with self._changed:
-            found = [each for each in self._buffers if each.is_as_it_arrived()]
+            found = [each for each in self._buffers if each.arrived_as and each.is_as_it_arrived()]
             best = max(found, key=lambda each: (each is not self._claimed, each.version), default=None)
             if best is None or best.arrived_as is None:
                 return None

@@ -37,17 +37,19 @@ from ..errors import (
 from ..groups.parent import ParentGroup, parent_group, seconds
 from ..groups.ready_barrier import Late, ReadyBarrier
 from ..groups.store import first_line, no_thread, store_failed, within
+from .memory import storage_of
 from .meshes import lost_ranks
 from .recorded import RecordedDestinations
 from .state_arguments import Current, Given, State, receiving
 from .state_background import behind, own_stream
 from .state_dict import StateOptions, Where
+from .state_entries import local_of
 from .state_run import Conversation, Memory, Repeated, ReshardedState, StateRun
 from .weight_buffers import Buffers, WeightStats
 
 if TYPE_CHECKING:
     from .state_delta import Earlier
-    from .weight_reader import Offering
+    from .weight_offers import Keeping, Offering, Pushing
 
 __all__ = ["WeightProgress", "WeightStats", "WeightSync"]
 
@@ -98,6 +100,7 @@ class _Side:
         self._run: StateRun | None = None  # in flight
         self._thread: threading.Thread | None = None  # takes part in every push
         self._left = ""  # why this rank ends
+        self.serving: Keeping | Pushing | None = None  # of a rank that pushes, for readers
         self._fork_count = forks.count
 
     def check(self) -> tuple[bool, bool]:
@@ -107,8 +110,10 @@ class _Side:
         if run.refused is not None:
             raise run.refused
         wanted, rank = run.checked.side.wanted.values(), self.parent.rank
+        landings = run.checked.side.recorded.values()
         receives = any(each.layout is None or rank in each.layout.ranks for each in wanted)
-        return receives, any(each.device_type == "cuda" for each in wanted)
+        devices = {each.device_type for each in wanted} | {each.device_type for each in landings}
+        return receives or bool(landings), "cuda" in devices
 
     def _prepared(
         self, op: str, version: Any, memory: Memory | None, wrong: Exception | None = None
@@ -156,7 +161,15 @@ class _Side:
             self.barrier.verdict(begin + _READY * self.limit, self.leaving, site)
 
         self._together(lambda: self.ask(settle, _READY * self.limit, "getting ready"))
-        self._moved(version, begin, begin + self.limit)
+        run = self._moved(version, begin, begin + self.limit)
+        if self.serving is not None:
+            written = {storage_of(local_of(out)) for out in run.checked.outs.values()}
+            held = {
+                name: x
+                for name, x in run.checked.tensors.items()
+                if name in run.served and storage_of(local_of(x)) not in written
+            }
+            self.serving.pushed(version, held, run.served, bool(run.received), begin + self.limit)
 
     def pulled(self, begin: float, deadline: float) -> None:
         """One version into this rank's only buffer. Blocks. Raises Late where there was none, or other ranks
@@ -255,10 +268,10 @@ class _Side:
             self._interrupted(raised)
             raise
 
-    def _moved(self, version: Any, start: float, deadline: float | None = None) -> None:
+    def _moved(self, version: Any, start: float, deadline: float | None = None) -> StateRun:
         """The transfer, which this rank has waited for since `start`; deadline: by default the limit, from
-        now. Errors that all ranks have, in which nothing moved or what moved is known to be torn, leave
-        everything in use; others end it."""
+        now. Returns its call. Errors that all ranks have, in which nothing moved or what moved is known to be
+        torn, leave everything in use; others end it."""
         buffer, begin = self.buffers.claim(), time.monotonic()
         wrong = None
         if self.pushes and version is None:
@@ -285,7 +298,9 @@ class _Side:
         stats = WeightStats(result.version, sent, got, begin - start, time.monotonic() - begin)
         if earlier is not None:
             stats = replace(stats, ratio=earlier.ratio, whole=earlier.whole)
-        self.buffers.fill(buffer, result, run.targets, stats, None if earlier is None else earlier.arrived)
+        arrived = None if earlier is None else earlier.arrived
+        self.buffers.fill(buffer, result, run.offers, run.received, stats, arrived)
+        return run
 
     def _interrupted(self, raised: BaseException) -> None:
         what = f"{type(raised).__name__}: {first_line(raised)}"
@@ -362,8 +377,12 @@ class WeightSync:
             model that serves. A module, a function, and entries that share a module's memory: as for `state`.
         lost: ranks of the group that are dead, or take no part: they are in no destination, and construct
             none. The same on all ranks. After the loss of a rank that serves, the others continue with it.
-        readers: a store in which processes outside the group ask for versions, with `WeightReader`. Each rank
-            that receives answers them, in a thread of its own, with the newest whole version that it has.
+        readers: a store in which processes outside the group ask for versions, with `WeightReader`; given on
+            all ranks. Each rank that receives answers them, in a thread of its own, with the newest whole
+            version that it has. Where none can, the ranks that push serve those that wait in their next
+            `push`, once its version is whole, within its limit. So there may be no destinations.
+        keep: ranks that push keep a copy of what they hold, as it was pushed last, and serve it to readers
+            from a thread of their own: no push waits for a reader, and no reader for a push.
 
     Raises:
         LayoutError: a wrong argument. The other ranks then get PlanMismatchError from their next push or
@@ -396,6 +415,7 @@ class WeightSync:
         delta: bool = False,
         lost: Iterable[int] = (),
         readers: dist.Store | None = None,
+        keep: bool = False,
         **options: Unpack[StateOptions],
     ) -> None:
         self._fork_count = forks.count
@@ -403,7 +423,7 @@ class WeightSync:
         self._name = f"WeightSync {next(parent.extras.setdefault(_OP, itertools.count()))}"
         self._turn = threading.Lock()  # of pushes and of pulls into the only buffer
         self._closed = False
-        self._offering: Offering | None = None
+        self._answers: list[Offering | Pushing] = []  # of readers
         wrong: Exception | None = None
         limit, count = parent.timeout, 1
         dead: tuple[int, ...] = ()
@@ -427,15 +447,13 @@ class WeightSync:
                 raise LayoutError(
                     "delta=True with quantize=, whose values all change with their scales; give one of them"
                 )
-            if readers is not None and recorded:
-                raise LayoutError(
-                    "readers= with recorded destinations, whose parameters have the layout of an engine; "
-                    "receive into (mesh, placements) or a Layout"
-                )
             if readers is not None and not isinstance(readers, dist.Store):
                 raise LayoutError(f"readers={checks.shown(readers)}: expected a torch.distributed.Store")
+            if not isinstance(keep, bool) or (keep and readers is None):
+                raise LayoutError(f"keep={checks.shown(keep)}: expected True or False, and readers= with it")
             named = tuple((each, each) for each in dead)
-            given = Given(None, destinations, delta=delta, lost=named, lost_any=True, **options)
+            more: Any = {"delta": delta, "lost": named, "lost_any": True, "readers": readers is not None}
+            given = Given(None, destinations, **more, **options)
         except Exception as error:
             wrong, given = Caller(_OP, parent.rank).typed(error), Given(None, None)
         twin = parent.twin(self._name)
@@ -459,24 +477,44 @@ class WeightSync:
             receives, on_gpu = self._side.check()
             if state is None and not self._one:
                 self._side.receive(on_gpu)
-            if receives and readers is not None:
-                from .weight_reader import Offering
-
-                self._offering = Offering(readers, self._buffers, parent.rank, parent.ranks, job)
-                self._offering.start(torch.cuda.current_stream() if on_gpu else None, limit)
+            if readers is not None:
+                stream = torch.cuda.current_stream() if on_gpu else own_stream()
+                quantizes = options.get("quantize") is not None  # readers get what the ranks receive
+                self._answer(readers, receives, not quantizes, keep, job, stream)
         except MeshcastError as error:
             self._side.end(PlanMismatchError, f"rank {parent.rank} refused its arguments: {error}", error)
             raise
-        side, offering = self._side, self._offering
+        side, answers = self._side, self._answers
 
         def end(why: str) -> None:
-            if offering is not None:
-                offering.stop()
+            for each in answers:
+                each.stop()
             side.leave(why)
             side.join(_JOIN)
 
         parent.at_end[self._name] = partial(end, "has destroyed its process group")
-        weakref.finalize(self, _dropped, side, offering, parent.at_end, self._name).atexit = False
+        weakref.finalize(self, _dropped, side, answers, parent.at_end, self._name).atexit = False
+
+    def _answer(
+        self,
+        readers: dist.Store,
+        receives: bool,
+        serves: bool,
+        keep: bool,
+        job: str,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        """Begins to answer readers, as far as this rank has a part in that."""
+        from .weight_offers import Keeping, Offering, Pushing
+
+        rank, ranks = self._parent.rank, self._parent.ranks
+        if receives:
+            self._answers.append(Offering(readers, self._buffers, rank, ranks, job))
+        if self._side.pushes and serves:
+            self._side.serving = (Keeping if keep else Pushing)(readers, rank, ranks, job)
+            self._answers.append(self._side.serving)
+        for each in self._answers:
+            each.start(stream, self._limit)
 
     def push(self, version: int, state: State | None = None) -> None:
         """Sends the state as it is now to every rank that asks for it. Returns once it is whole there: the
@@ -570,8 +608,8 @@ class WeightSync:
         if self._closed:
             return
         self._closed = True
-        if self._offering is not None:
-            self._offering.stop(_JOIN)
+        for each in self._answers:
+            each.stop(_JOIN)
         self._side.leave("has closed it")
         limit = time.monotonic() + _JOIN
         self._side.join(_JOIN)
@@ -615,9 +653,9 @@ class WeightSync:
         return True
 
 
-def _dropped(side: _Side, offering: Offering | None, at_end: dict[str, Any], name: str) -> None:
+def _dropped(side: _Side, answers: list[Offering | Pushing], at_end: dict[str, Any], name: str) -> None:
     """Ends one that was not closed. Its connections end with the process group: this may be any thread."""
     at_end.pop(name, None)
-    if offering is not None:
-        offering.stop()
+    for each in answers:
+        each.stop()
     side.leave("has dropped it")

@@ -43,6 +43,7 @@ def side(count: int) -> StateSide:
         unmatched={"only": ("z",), "dtype": ()},
         selects=True,
         own=("seed",),
+        dtypes={"x": torch.bfloat16},
         loaded={"x": LoadedBoxes(torch.int8, "cpu", (((0, 1), (2, 3)),))},
         recorded={
             "w": Landing(torch.float32, 8, "cpu", (LandingSource("x", (2, 4), ((0, 0, 2, 4, 0, 4, 1),)),))
