@@ -14,7 +14,7 @@ from meshcast.resharding.weight_buffers import Buffer, Buffers, WeightStats
 def arrives(buffers: Buffers, version: int) -> Buffer:
     buffer = buffers.claim()
     buffers.tear(buffer)
-    buffers.fill(buffer, ReshardedState(), {}, WeightStats(version, 0, 0, 0.0, 0.0))
+    buffers.fill(buffer, ReshardedState(), {}, {}, WeightStats(version, 0, 0, 0.0, 0.0))
     return buffer
 
 
