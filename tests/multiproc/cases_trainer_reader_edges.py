@@ -157,27 +157,31 @@ def renamed_tied_and_cast(context) -> None:
 
 def changed_before_it_is_served(context) -> None:
     """A thread of a trainer's program that changes, in a push, weights that no rank receives."""
-    job = Training(context)
-    if job.trains:
-        chosen = weight_offers.Pushing.pushed
-        if context.rank == 1:
+    for kind in (weight_offers.Pushing, weight_offers.Keeping):
+        name = kind.__name__
+        job = Training(context, name, keep=kind is weight_offers.Keeping)
+        if job.trains:
+            pushed = kind.pushed
+            if context.rank == 1:
 
-            def changing(self, version, state, *rest):
-                if version == 1:
-                    state["w"].to_local().add_(1)
-                return chosen(self, version, state, *rest)
+                def changing(self, version, state, *rest, pushed=pushed):
+                    if version == 1:
+                        state["w"].to_local().add_(1)
+                    return pushed(self, version, state, *rest)
 
-            weight_offers.Pushing.pushed = changing
-        job.waiting()
-        job.push(1)
-        job.waiting(2)
-        job.push(2)
-        weight_offers.Pushing.pushed = chosen
-    elif job.reads:
-        with job.reader() as reader:
-            assert reader.pull() == 2
-            is_version(reader.state, 2)
-    job.done()
+                kind.pushed = changing
+            job.waiting()
+            job.push(1)
+            job.waiting(2)
+            job.push(2)
+            kind.pushed = pushed
+        elif job.reads:
+            with job.reader() as reader:
+                assert reader.pull() == 2
+                is_version(reader.state, 2)
+        context.wait_for_all(f"{name} done", limit=LIMIT)
+        if job.sync is not None:
+            job.sync.close()
 
 
 def copies_that_are_given_up(context) -> None:
