@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -45,6 +47,7 @@ _DRAIN = 1.0  # seconds that a transfer in flight gets when the meeting ends
 PAUSE, _LONGEST_PAUSE = 0.001, 0.02  # seconds between two looks into the store
 AGAIN = 0.5  # seconds until a question is put again, to ranks that have had no version
 KEPT, _SWEEP = 256, 64  # answered questions whose keys stay in the store; questions between two sweeps
+_BETWEEN = timedelta(seconds=1)  # that a reader has between the number of its question and the question
 CHOOSE = 5.0  # seconds that a reader has to choose; and that the store has to answer ranks that push
 TORN = "torn"  # sent instead of digests
 
@@ -124,8 +127,14 @@ class Questions:
 
     def ask(self, text: str) -> int:
         """Returns the number of the question."""
-        number = int(self.store.add("asked", 1))
+        number = before = int(self.store.add("asked", 1))
         self.store.set(f"ask/{number}", text)
+        # Ranks wait for one after the other. A reader that died in between has left no question.
+        while (before := before - 1) > max(number - KEPT, 0) and self.heard(f"ask/{before}") is None:
+            with suppress(dist.DistStoreError):
+                self.store.wait([f"ask/{before}"], _BETWEEN)
+                break
+            self.store.set(f"ask/{before}", "")
         return number
 
     def close(self, number: int) -> None:

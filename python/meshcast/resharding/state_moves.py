@@ -262,6 +262,7 @@ def _served(sides: Sides, received: Mapping[str, Target], others: Collection[str
             continue
         whole = sides.first.options.dtype if each.dtype.is_floating_point else None
         dtype = received[name].dtype if name in received else asked.pop() if asked else whole or each.dtype
+        _check_cast(repr(name), each.dtype, "what readers get of it is", dtype)
         found[name] = Target(name, each.shape, dtype, each.where, each.device_type)
     return found
 

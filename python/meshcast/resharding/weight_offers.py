@@ -300,6 +300,7 @@ class _List:
     def __init__(self, store: dist.Store, rank: int, job: str) -> None:
         self.questions = Questions(store, pushing=True)  # nothing waits in this connection
         self._rank, self._job, self._said = rank, job, ""
+        self._fork_count = forks.count
 
     def agreed(self, version: int, proposal: Any, kind: Any) -> Any:
         """Returns the first proposal for a push."""
@@ -322,7 +323,7 @@ class _List:
             with suppress(Exception):  # the store may have ended before
                 self.questions.store.delete_key(said)
 
-        if said:
+        if said and self._fork_count == forks.count:
             with suppress(RuntimeError):
                 threading.Thread(target=leave, name="meshcast-store", daemon=True).start()
 
@@ -336,21 +337,24 @@ class Keeping(Offering):
         super().__init__(store, Buffers(1, rank), rank, ranks, job, pushing=True)
         self._list = _List(store, rank, job)
         self._memory: dict[str, torch.Tensor] = {}
+        self._copied: list[torch.cuda.Event] = []  # push may be called on any stream
         self._old = False  # a later version was pushed
 
     def stop(self, wait: float = 0.0) -> None:
         super().stop(wait)
         self._list.erase()
+        self._buffers, self._memory = Buffers(1, self._rank), {}  # a copy is large
 
     def pushed(
         self,
         version: int,
         state: Mapping[str, torch.Tensor],
         served: dict[str, Target],
+        still: Callable[[], bool],
         peers: bool,  # noqa: ARG002
         deadline: float,
     ) -> None:
-        """A version is whole everywhere: it is kept."""
+        """A version is whole everywhere: it is kept. The rest as for Pushing."""
         if self._over:
             return
         try:
@@ -360,12 +364,20 @@ class Keeping(Offering):
                 "keeping a version for readers",
             )
             if not self._old:
-                self._keep(version, state, served)
+                self._keep(version, state, served, still)
         except Exception as error:
+            if isinstance(error, DeadlineExceededError) and time.monotonic() >= deadline:
+                return  # the push has used up its limit: what was kept stays
             log.warning(_SILENT, self._rank, f"version {version} is not kept: {first_line(error)}")
             self.stop()
 
-    def _keep(self, version: int, state: Mapping[str, torch.Tensor], served: dict[str, Target]) -> None:
+    def _keep(
+        self,
+        version: int,
+        state: Mapping[str, torch.Tensor],
+        served: dict[str, Target],
+        still: Callable[[], bool],
+    ) -> None:
         buffer, kept = self._buffers.claim(), ReshardedState()
         self._buffers.tear(buffer)
         with torch.no_grad(), torch.inference_mode(False):  # else torch would not count writes to it
@@ -379,13 +391,17 @@ class Keeping(Offering):
                     known = torch.empty(local.shape, dtype=target.dtype, device=local.device)
                 kept[name] = known.copy_(local)
         self._memory = dict(kept)
+        devices = {x.device for x in kept.values() if x.is_cuda}
+        self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
+        if not still():  # no other rank knows: it offers nothing
+            return
         self._buffers.fill(buffer, kept, kept, served, WeightStats(version, 0, 0, 0.0, 0.0))
 
     def _answer_now(self, number: int) -> None:
-        if self._old:
-            self._answer(number, None, lambda: False, None)
-        else:
-            super()._answer_now(number)
+        found = None if self._old else self._buffers.whole()
+        for event in self._copied:
+            event.synchronize()
+        self._answer(number, found, lambda: found is not None and self._buffers.has(found[1]), None)
 
 
 class Pushing(_Answers):
@@ -408,23 +424,22 @@ class Pushing(_Answers):
         version: int,
         state: Mapping[str, torch.Tensor],
         served: dict[str, Target],
+        still: Callable[[], bool],
         peers: bool,
         deadline: float,
     ) -> None:
-        """A version is whole everywhere: it is sent to readers that wait for one. peers: ranks have received
-        it that answer as well. deadline: of the push. Nothing is served once this has returned."""
+        """A version is whole everywhere: it is sent to readers that wait for one. still(): whether the state
+        is as it was when the push was called. peers: ranks have received it that answer as well. deadline: of
+        the push. Nothing is served once this has returned."""
         holders = {rank for each in served.values() for rank in each.layout.ranks}
         if self._over or self._rank not in holders:
             return
         caller, stream = Caller("WeightSync.push", self._rank, "readers"), own_stream()
         self._now = now = object()
         found: _Whole = (version, state, served)
-        # Writes through a DTensor count for that alone.
-        tensors = [each for x in state.values() for each in (x, local_of(x)) if not each.is_inference()]
-        seen = [each._version for each in tensors]
 
-        def still() -> bool:
-            return self._now is now and [each._version for each in tensors] == seen
+        def unchanged() -> bool:
+            return self._now is now and still()
 
         def serve(numbers: Sequence[int]) -> None:
             with behind(stream):
@@ -432,7 +447,7 @@ class Pushing(_Answers):
                     if self._now is not now:
                         return
                     try:
-                        self._answer(number, found, still, deadline, len(holders))
+                        self._answer(number, found, unchanged, deadline, len(holders))
                     except MeshcastError as error:
                         self._failed(number, error)
 

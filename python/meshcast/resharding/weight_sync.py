@@ -169,7 +169,15 @@ class _Side:
                 for name, x in run.checked.tensors.items()
                 if name in run.served and storage_of(local_of(x)) not in written
             }
-            self.serving.pushed(version, held, run.served, bool(run.received), begin + self.limit)
+            names = list(held)
+            self.serving.pushed(
+                version,
+                held,
+                run.served,
+                lambda: not run.changed(names),
+                bool(run.received),
+                begin + self.limit,
+            )
 
     def pulled(self, begin: float, deadline: float) -> None:
         """One version into this rank's only buffer. Blocks. Raises Late where there was none, or other ranks
@@ -382,7 +390,8 @@ class WeightSync:
             version that it has. Where none can, the ranks that push serve those that wait in their next
             `push`, once its version is whole, within its limit. So there may be no destinations.
         keep: ranks that push keep a copy of what they hold, as it was pushed last, and serve it to readers
-            from a thread of their own: no push waits for a reader, and no reader for a push.
+            from a thread of their own: no push waits for a reader, and no reader for a push. The same on all
+            ranks that push.
 
     Raises:
         LayoutError: a wrong argument. The other ranks then get PlanMismatchError from their next push or
@@ -463,17 +472,23 @@ class WeightSync:
         self._limit, self._one = limit, count == 1
         self._side = _Side(twin, barrier, given, state, out, self._buffers, limit)
         job = f"{time.time_ns():020} {os.urandom(8).hex()}"
+        keeps = str(keep)  # of the first rank that pushes
 
         def connect() -> None:
-            nonlocal job
+            nonlocal job, keeps
             barrier.open(state is not None)
             if readers is not None:  # no other thread uses the barrier yet
                 job = barrier.agreed("job of readers", job)
+                if state is not None:
+                    keeps = barrier.agreed("keep= of ranks that push", keeps)
 
         self._side.ask(connect, limit, "connecting with the rendezvous store")
         try:
             if wrong is not None:
                 raise wrong
+            if keeps != str(keep):
+                text = f"keep={keep}, but keep={keeps} on another rank that pushes; give all of them the same"
+                raise Caller(_OP, parent.rank).error(LayoutError, text)
             receives, on_gpu = self._side.check()
             if state is None and not self._one:
                 self._side.receive(on_gpu)
@@ -482,6 +497,8 @@ class WeightSync:
                 quantizes = options.get("quantize") is not None  # readers get what the ranks receive
                 self._answer(readers, receives, not quantizes, keep, job, stream)
         except MeshcastError as error:
+            for each in self._answers:
+                each.stop()
             self._side.end(PlanMismatchError, f"rank {parent.rank} refused its arguments: {error}", error)
             raise
         side, answers = self._side, self._answers
