@@ -388,4 +388,31 @@ def refused(context) -> None:
     all_raise("raised RuntimeError", {"w": int8}, fulls={"w": values((24, 63), 1)})  # a smaller block
 
 
-CASES = [drawn, straddling, maps, entries, again, bytes_on_the_wire, refused]
+def lost_ranks(context) -> None:
+    """Where no living rank holds any of a tensor, that is said."""
+    lost = context.world - 1
+    if context.rank == lost:
+        return
+    mesh, alone = quiet_mesh([0, 1]), quiet_mesh([lost])
+    state = {"w": meshcast.TensorSpec((24, 64), torch.float32, alone, [Shard(0)])}
+    for kind in (None, "mxfp8", TYPES["int8"]):
+        try:
+            meshcast.reshard_state_dict(
+                state, {"w": (mesh, [Replicate()])}, quantize=kind and {"w": kind}, lost=[lost]
+            )
+        except LayoutError as error:
+            assert "1 box is on no live rank: 'w' [0:24, 0:64]" in str(error), error
+        else:
+            raise AssertionError("a tensor that is lost has arrived")
+
+
+CASES = [
+    drawn,
+    straddling,
+    maps,
+    entries,
+    again,
+    bytes_on_the_wire,
+    refused,
+    lost_ranks,
+]

@@ -305,14 +305,14 @@ def _quantized_targets(
 def _check_kernels(source: str, held: Held, scheme: Scheme, sides: Sides) -> None:
     """Raises LayoutError where a rank that holds a tensor cannot quantise it on its device. A type of the
     user's own needs no kernels of meshcast."""
-    reasons = {rank: sides.sides[rank].obstacles[scheme.own] for rank in held.where.ranks}
-    rank = next((rank for rank, reason in reasons.items() if reason), None)
-    if held.device_type == "cuda" and rank is not None:
-        raise LayoutError(
-            f"{source!r} is on cuda, where quantize={scheme.text!r} cannot run on rank {rank}: "
-            f"{reasons[rank]}; or send a copy from the CPU, or quantise before the call",
-            peer=rank,
-        )
+    for rank in held.where.ranks if held.device_type == "cuda" else ():
+        reason = sides.sides[rank].obstacles[scheme.own] if rank in sides.sides else ""  # a lost one
+        if reason:
+            raise LayoutError(
+                f"{source!r} is on cuda, where quantize={scheme.text!r} cannot run on rank {rank}: "
+                f"{reason}; or send a copy from the CPU, or quantise before the call",
+                peer=rank,
+            )
 
 
 def _check_outputs(target: Target, wanted: Wanted, sides: Sides) -> None:
