@@ -388,6 +388,40 @@ def refused(context) -> None:
     all_raise("raised RuntimeError", {"w": int8}, fulls={"w": values((24, 63), 1)})  # a smaller block
 
 
+def clashing_names(context) -> None:
+    """Scales never take the place of something else."""
+    ranks, wanted = split(context)
+    mesh, full, int8 = quiet_mesh(wanted), values((24, 64), 1), TYPES["int8"]
+    state = held(context.rank, ranks, {"w": full, "v": full + 1}, [Shard(0)])
+    w, v, s = ({name: (mesh, [Replicate()])} for name in ("w", "v", "s"))
+    for kind in (int8, "mxfp8"):
+        for more, where, options, text in (
+            ({}, w | v, {"quantize": {"w": (kind, "s"), "v": (kind, "s")}}, "the scales of 'w' and of 'v'"),
+            (
+                {},
+                w | s,
+                {"quantize": {"w": (kind, "s")}, "maps": TensorMap("v", "s")},
+                "which a map makes as well",
+            ),
+            ({"s": 3.5}, w, {"quantize": {"w": (kind, "s")}}, "holds as well"),
+        ):
+            given = state if state is None else {**state, **more}
+            if given is not None and "v" not in where and "maps" not in options:
+                del given["v"]
+            try:
+                meshcast.reshard_state_dict(given, where, **options)
+            except (LayoutError, PlanMismatchError) as error:
+                assert text in str(error), error
+            else:
+                raise AssertionError(f"no error about {text!r}")
+    # What a map could make under that name, and no rank asks for.
+    result = meshcast.reshard_state_dict(
+        state, w, quantize={"w": (int8, "s")}, maps=TensorMap("v", "s"), strict=False
+    )
+    assert list(result) == ["w", "s"]
+    check(result, full, "w", int8, mesh, context.rank, ["w", "s"])
+
+
 def lost_ranks(context) -> None:
     """Where no living rank holds any of a tensor, that is said."""
     lost = context.world - 1
@@ -414,5 +448,6 @@ CASES = [
     again,
     bytes_on_the_wire,
     refused,
+    clashing_names,
     lost_ranks,
 ]

@@ -164,6 +164,7 @@ def agree(given: Mapping[int, StateSide]) -> Agreed:
     targets: dict[str, Target] = {}
     quantizing: list[Quantized] = []
     chosen = _chosen(wanted, made, sides)
+    _check_names(chosen, wanted, makers, sides)
     scales = {scale for each in chosen.values() for scale in each.scales}
     for name, each in wanted.items():
         if name in chosen:
@@ -222,6 +223,32 @@ def _chosen(
     return found
 
 
+def _check_names(
+    chosen: Mapping[str, Quantize],
+    wanted: Mapping[str, Wanted],
+    makers: Mapping[str, TensorMap],
+    sides: Sides,
+) -> None:
+    """Raises LayoutError where scales have the name of something else, of which one would be lost."""
+    remedy = "give the scales another name: quantize={name: (type, name of the scales)}"
+    carried = {name: rank for rank in reversed(sides.ranks) for name in sides.sides[rank].carried}
+    owners: dict[str, str] = {}
+    for name, each in chosen.items():
+        for scale in each.scales:
+            if scale in owners:
+                raise LayoutError(
+                    f"quantize gives the scales of {owners[scale]!r} and of {name!r} one name, {scale!r}; "
+                    f"{remedy}"
+                )
+            owners[scale] = name
+            holder = next(iter(sides.holders(scale)), carried.get(scale))
+            if holder is not None or (scale in makers and scale in wanted):
+                what = "a map makes" if holder is None else f"rank {holder} holds"
+                raise LayoutError(
+                    f"quantize makes {scale!r}, the scales of {name!r}, which {what} as well; {remedy}"
+                )
+
+
 def _quantized_targets(
     name: str,
     wanted: Mapping[str, Wanted],
@@ -265,12 +292,6 @@ def _quantized_targets(
     found_targets = [values]
     scale_shapes = scheme.scale_shapes(name, shape)
     for scale, scale_shape, dtype in zip(chosen[name].scales, scale_shapes, scheme.scales, strict=True):
-        if sides.holders(scale):
-            holder = next(iter(sides.holders(scale)))
-            raise LayoutError(
-                f"quantize makes {scale!r}, the scales of {name!r}, which rank {holder} holds as well; give "
-                "the scales another name: quantize={name: (type, name of the scales)}"
-            )
         place = wanted.get(scale)
         if place is None:
             target = Target(scale, scale_shape, dtype, layout, own.device_type)
