@@ -310,7 +310,7 @@ def amax_of(part: torch.Tensor, low: Sequence[int], block: Sequence[int], out: t
     if not part.is_cuda:
         _C.block_amax(part, low, block, out)
     elif part.numel():
-        found = torch.empty(out.shape, device=part.device)
+        found = torch.empty(out.shape, dtype=torch.float32, device=part.device)
         _C.cuda.block_amax(*_on_gpu(part), low, block, found.data_ptr(), *_stream_of(part))
         out.copy_(found)  # once it is there
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from meshcast import BlockScaled, LayoutError
 from meshcast.base.wire import pack, unpack
+from meshcast.resharding.state_quantize import Blocks, Part, quantized
 from meshcast.transfers import block_scaled as module
 from meshcast.transfers.block_scaled import Quantize, Quantizing, amax_of, scheme_of, values_of
 
@@ -111,6 +113,16 @@ def test_memory_that_is_short_stays_what_it_is() -> None:
         BlockScaled(short, block=(1, 8), dtype=torch.int8).made("w", torch.zeros(2, 8))
 
 
+def test_a_tensor_is_made_on_one_device() -> None:
+    box = ((0, 2), (0, 32))
+    parts = [Part(name, (box, (0, 0), (), ())) for name in "ab"]
+    for text in ("mxfp8", "nvfp4"):
+        made = quantized("w", scheme_of(text), (2, 32), torch.float32, {0: parts})
+        sources = {"a": torch.zeros(2, 32), "b": torch.zeros(2, 32, device="meta")}
+        with pytest.raises(LayoutError, match="'w' is made of tensors on cpu and meta"):
+            Blocks(0, [made], sources, Quantizing(text))
+
+
 class OnGpu(torch.Tensor):
     """A tensor on the CPU that takes the way of those on GPUs."""
 
@@ -154,6 +166,15 @@ class Kernels:
         self.streams.append((stream[0], stream[1]))
 
 
+@pytest.fixture(params=[torch.float32, torch.float64], ids=str)
+def by_default(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The dtype that torch gives new tensors."""
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("by_default")
 @pytest.mark.parametrize("text", ["fp8_e4m3:4x6", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_kernels_are_given_the_boxes_of_tensors_on_gpus(text: str, dtype: torch.dtype) -> None:
@@ -162,7 +183,7 @@ def test_kernels_are_given_the_boxes_of_tensors_on_gpus(text: str, dtype: torch.
     part, low = full[3:20, 32:], (3, 32)
     block = scheme.blocks("x", full.new_empty(33, 64).shape)
     counts = [-(-(at + n) // by) - at // by for at, n, by in zip(low, part.shape, block, strict=True)]
-    expected = torch.empty(counts)
+    expected = torch.empty(counts, dtype=torch.float32)
     amax_of(part, low, block, expected)
     values = torch.empty(scheme.values_shape(part.shape), dtype=scheme.values)
     values_of(scheme, part, low, block, expected, 3.0, values)
@@ -172,7 +193,7 @@ def test_kernels_are_given_the_boxes_of_tensors_on_gpus(text: str, dtype: torch.
         mock.patch.object(torch.cuda, "current_stream", lambda device: stream if device == -1 else None),
     ):
         there = part.as_subclass(OnGpu)
-        amax = torch.full(counts, 9.0)
+        amax = torch.full(counts, 9.0, dtype=torch.float32)
         amax_of(there, low, block, amax)
         assert torch.equal(amax, expected)
         found = torch.zeros_like(values)
