@@ -209,6 +209,7 @@ class BlockScaled:
         try:
             found = self.quantize(part)
         except (MemoryError, torch.OutOfMemoryError):
+        before = None if part.is_inference() else part._version
             raise
         except Exception as error:
             first = (str(error).splitlines() or [""])[0]
@@ -216,6 +217,11 @@ class BlockScaled:
         count = 1 + len(scheme.scales)
         results = tuple(found) if isinstance(found, tuple | list) else (found,)
         if len(results) != count or not all(isinstance(x, torch.Tensor) for x in results):
+        if before is not None and part._version != before:
+            raise LayoutError(
+                f"{what} wrote to its argument, which may be the tensor that is held, or another thread did; "
+                "write to a clone of it"
+            )
             raise LayoutError(f"{what} returned {checks.shown(found)}; expected a tuple of {count} tensors")
         shapes = [scheme.values_shape(part.shape), *scheme.scale_shapes(name, part.shape)]
         roles = ["the values", *(f"what is called {name + suffix!r}" for suffix in scheme.suffixes)]

@@ -113,6 +113,19 @@ def test_memory_that_is_short_stays_what_it_is() -> None:
         BlockScaled(short, block=(1, 8), dtype=torch.int8).made("w", torch.zeros(2, 8))
 
 
+def test_functions_do_not_write_to_their_argument() -> None:
+    """Which may be the weights themselves."""
+
+    def scaled(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return part.mul_(2).to(torch.int8), part[:, ::8].clone()
+
+    kind = BlockScaled(scaled, block=(1, 8), dtype=torch.int8)
+    with pytest.raises(LayoutError, match=r"given \(2, 8\) of 'w', wrote to its argument"):
+        kind.made("w", torch.zeros(2, 8))
+    with torch.inference_mode():  # no versions are counted
+        assert len(kind.made("w", torch.zeros(2, 8))) == 2
+
+
 def test_a_tensor_is_made_on_one_device() -> None:
     box = ((0, 2), (0, 32))
     parts = [Part(name, (box, (0, 0), (), ())) for name in "ab"]
