@@ -365,7 +365,7 @@ def refused(context) -> None:
     square, open_ = TYPES["square"], {"w": values((40, 24), 1)}
     for given, text in (
         (None, "no type"),
-        ({"w": int8}, "<BlockScaled by_absmax (int8 by blocks of 1x64)>"),
+        ({"w": int8}, "<BlockScaled by_absmax (int8 by blocks of 1x64, _scale float32)>"),
         ({"w": "mxfp8"}, "'mxfp8'"),
     ):
         inside = context.rank in wanted
@@ -377,6 +377,7 @@ def refused(context) -> None:
             at=[ranks[0]],
         )
     first = context.rank == 0
+    all_raise("64, _scale float16)", own(by_absmax, scales=torch.float16 if first else torch.float32))
     all_raise("as own (uint8", own(by_absmax, dtype=torch.uint8 if first else torch.int8))
     all_raise("as other (int8", own(by_absmax, name="other" if first else "own"))
     all_raise("as mxfp8", {"w": "mxfp8" if first else int8})

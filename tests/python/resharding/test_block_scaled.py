@@ -54,8 +54,11 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any], text: str) -> None:
 
 def test_names_of_types() -> None:
     made = partial(BlockScaled, block=(2, 8), dtype=torch.uint8)
-    assert repr(made(by_something)) == "<BlockScaled by_something (uint8 by blocks of 2x8)>"
-    assert made(by_something, packed=2).scheme.text == "by_something (uint8 by blocks of 2x8, 2 in a value)"
+    text = "by_something (uint8 by blocks of 2x8, _scale float32)"
+    assert repr(made(by_something)) == f"<BlockScaled {text}>"
+    text = "by_something (uint8 by blocks of 2x8, 2 in a value, _a bfloat16, _b uint8)"
+    scales = {"_a": torch.bfloat16, "_b": torch.uint8}
+    assert made(by_something, packed=2, scales=scales).scheme.text == text
     assert made(partial(by_something), name="mine").scheme.text.startswith("mine (")
     assert made(partial(by_something)).scheme.text.startswith("partial (")
 
@@ -77,6 +80,7 @@ def test_types_that_differ_are_no_equals() -> None:
         scheme_of(text) for text in ("mxfp8", "nvfp4", "fp8_e4m3:2x8")
     ]
     assert len({*schemes}) == len(schemes)
+    assert len({each.text for each in schemes}) == len(schemes)  # else messages would not show what differs
     for scheme in schemes:
         asked = Quantize(scheme, ("a",), False)
         assert unpack(Quantize, pack(asked)) == asked
