@@ -389,6 +389,28 @@ def refused(context) -> None:
     all_raise("raised RuntimeError", {"w": int8}, fulls={"w": values((24, 63), 1)})  # a smaller block
 
 
+def dtypes_of_values(context) -> None:
+    """Those that torch can do little with as well, and ranks that are outside."""
+    ranks, wanted = split(context)
+    mesh, full = quiet_mesh(wanted), values((13, 30), 1)
+
+    def stored(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raw = (part > 0).to(torch.uint8)
+        made = raw.view(dtype) if dtype.itemsize == 1 else raw.to(dtype)
+        return made, part[:, ::10].contiguous()
+
+    for dtype in (torch.bool, torch.float8_e5m2, torch.bits8, torch.uint64, torch.complex64, torch.float64):
+        kind = BlockScaled(stored, block=(1, 10), dtype=dtype)
+        state = held(context.rank, ranks, {"w": full}, [Shard(1)])
+        result = meshcast.reshard_state_dict(state, {"w": (mesh, [Replicate()])}, quantize={"w": kind})
+        assert result["w"].dtype == dtype
+        if context.rank in wanted:
+            expected = stored(full)
+            for name, x in zip(("w", "w_scale"), expected, strict=True):
+                raw = result[name].to_local().reshape(-1).view(torch.uint8)
+                assert torch.equal(raw, x.reshape(-1).view(torch.uint8)), (dtype, name)
+
+
 def clashing_names(context) -> None:
     """Scales never take the place of something else."""
     ranks, wanted = split(context)
@@ -449,6 +471,7 @@ CASES = [
     again,
     bytes_on_the_wire,
     refused,
+    dtypes_of_values,
     clashing_names,
     lost_ranks,
 ]
