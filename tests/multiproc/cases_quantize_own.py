@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import os
 import random
+import weakref
 
 import meshcast
 import torch
-from meshcast import BlockScaled, LayoutError, PlanMismatchError, TensorMap
+from meshcast import BlockScaled, LayoutError, MeshcastError, PlanMismatchError, TensorMap
 from multiproc.cases_quantize import held, split, values
 from multiproc.meshes import quiet_mesh
 from multiproc.oracle import coordinates, cut
@@ -389,6 +390,40 @@ def refused(context) -> None:
     all_raise("raised RuntimeError", {"w": int8}, fulls={"w": values((24, 63), 1)})  # a smaller block
 
 
+def functions(context) -> None:
+    """Each is called once for each tensor of a call, whatever its name, and nothing of it is kept."""
+    ranks, wanted = split(context)
+    mesh, full = quiet_mesh(wanted), values((24, 64), 1)
+    state = held(context.rank, ranks, {"w": full, "v": full}, [Shard(0)])
+    where = {"w": (mesh, [Shard(0)]), "v": (mesh, [Shard(1)])}
+    calls, kept = [], []
+
+    def turned(part: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        calls.append(tuple(part.shape))
+        values, scale = by_absmax(part)
+        made = -values, scale
+        kept.extend(map(weakref.ref, (part, *made)))
+        return made
+
+    one = BlockScaled(by_absmax, block=(1, 64), dtype=torch.int8, name="one")
+    other = BlockScaled(turned, block=(1, 64), dtype=torch.int8, name="one")
+    for options in ({}, {"max_bytes_in_flight": 1}, {"digest": True}):
+        for w, v in ((one, other), (other, one), (one, one), (other, other)):
+            quantize = {"w": w, "v": v}
+            calls.clear()
+            kept.clear()
+            found = [
+                meshcast.reshard_state_dict(state, where, quantize=quantize, **options),
+                meshcast.StateResharder(where, quantize=quantize, **options).start(state).wait(),
+            ]
+            times = len(found) * (w is other) + len(found) * (v is other)
+            assert len(calls) == (times if context.rank in ranks else 0), calls
+            assert not [each for each in kept if each() is not None]
+            for result in found:
+                for name, kind in quantize.items():
+                    check(result, full, name, kind, mesh, context.rank)
+
+
 def dtypes_of_values(context) -> None:
     """Those that torch can do little with as well, and ranks that are outside."""
     ranks, wanted = split(context)
@@ -409,6 +444,53 @@ def dtypes_of_values(context) -> None:
             for name, x in zip(("w", "w_scale"), expected, strict=True):
                 raw = result[name].to_local().reshape(-1).view(torch.uint8)
                 assert torch.equal(raw, x.reshape(-1).view(torch.uint8)), (dtype, name)
+
+
+def failing_versions(context) -> None:
+    """A function that raises on one rank alone: a version fails on all, and the next one arrives."""
+    ranks, receiver = list(range(context.world - 1)), [context.world - 1]
+    mesh, full = quiet_mesh(receiver), values((24, 64), 1)
+    state, version = held(context.rank, ranks, {"w": full}, [Shard(0)]), 0
+
+    def odd(part: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if version == 2 and context.rank == 0:
+            raise OddError
+        return by_absmax(part)
+
+    kind = BlockScaled(odd, block=(1, 64), dtype=torch.int8)
+    with meshcast.WeightSync(state, {"w": (mesh, [Shard(0)])}, quantize={"w": kind}, timeout=60) as sync:
+        for version in (1, 2, 3):
+            try:
+                if state is not None:
+                    sync.push(version)
+                else:
+                    assert sync.pull(version) == version
+            except (LayoutError, PlanMismatchError) as error:
+                assert version == 2 and "raised OddError: the weights are odd" in str(error), error
+            else:
+                assert version != 2
+                if state is None:
+                    check(sync.state, full, "w", TYPES["int8"], mesh, context.rank)
+            context.wait_for_all(f"at {version}")
+
+
+def replicas(context) -> None:
+    """With digests, copies of one block of which holders make different values are noticed."""
+    ranks, wanted = split(context)
+    mesh, full = quiet_mesh(wanted), values((24, 64), 1)
+
+    def odd(part: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made, scale = by_absmax(part)
+        return made + context.rank, scale
+
+    kind = BlockScaled(odd, block=(1, 64), dtype=torch.int8)
+    state = held(context.rank, ranks, {"w": full}, [Replicate()])
+    try:
+        meshcast.reshard_state_dict(state, {"w": (mesh, [Replicate()])}, quantize={"w": kind}, digest=True)
+    except MeshcastError as error:
+        assert "the replicas of \"values of 'w' as odd" in str(error), error
+    else:
+        raise AssertionError("two holders made different values of one block")
 
 
 def clashing_names(context) -> None:
@@ -471,7 +553,10 @@ CASES = [
     again,
     bytes_on_the_wire,
     refused,
+    functions,
     dtypes_of_values,
+    failing_versions,
+    replicas,
     clashing_names,
     lost_ranks,
 ]
