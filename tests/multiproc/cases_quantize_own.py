@@ -545,6 +545,25 @@ def lost_ranks(context) -> None:
             raise AssertionError("a tensor that is lost has arrived")
 
 
+def recorded_loaders(context) -> None:
+    """They take tensors as they are: a type for them would otherwise be left out without a word."""
+    full, receiver = values((24, 64), 1), context.world - 1
+    held_here = {"w": full} if context.rank == 0 else None
+    for kind in ("mxfp8", TYPES["int8"]):
+        engine = torch.nn.Linear(64, 24, bias=False) if context.rank == receiver else None
+        if engine is not None:
+            engine.load_weights = lambda pairs, own=engine: [own.weight.data.copy_(x) for _, x in pairs]
+        where = meshcast.record_destinations(engine, names_and_shapes=held_here)
+        try:
+            meshcast.reshard_state_dict(held_here, where, quantize=kind)
+        except (LayoutError, PlanMismatchError) as error:
+            assert "quantize= with recorded destinations" in str(error), error
+        else:
+            raise AssertionError("a recorded loader was given a type")
+        meshcast.reshard_state_dict(held_here, where)
+        assert engine is None or torch.equal(engine.weight.data, full)
+
+
 CASES = [
     drawn,
     straddling,
@@ -559,4 +578,5 @@ CASES = [
     replicas,
     clashing_names,
     lost_ranks,
+    recorded_loaders,
 ]
