@@ -434,7 +434,15 @@ def dtypes_of_values(context) -> None:
         made = raw.view(dtype) if dtype.itemsize == 1 else raw.to(dtype)
         return made, part[:, ::10].contiguous()
 
-    for dtype in (torch.bool, torch.float8_e5m2, torch.bits8, torch.uint64, torch.complex64, torch.float64):
+    for dtype in (
+        torch.bool,
+        torch.float8_e5m2,
+        torch.float4_e2m1fn_x2,
+        torch.bits8,
+        torch.uint64,
+        torch.complex64,
+        torch.float64,
+    ):
         kind = BlockScaled(stored, block=(1, 10), dtype=dtype)
         state = held(context.rank, ranks, {"w": full}, [Shard(1)])
         result = meshcast.reshard_state_dict(state, {"w": (mesh, [Replicate()])}, quantize={"w": kind})
