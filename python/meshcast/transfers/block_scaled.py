@@ -211,7 +211,8 @@ class BlockScaled:
         what = f"the function of quantize={scheme.text!r}, given {tuple(part.shape)} of {name!r},"
         before = None if part.is_inference() else part._version
         try:
-            found = self.quantize(part)
+            with torch.autocast(part.device.type, enabled=False):  # of the caller's thread alone
+                found = self.quantize(part)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:

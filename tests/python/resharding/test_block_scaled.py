@@ -130,6 +130,19 @@ def test_functions_do_not_write_to_their_argument() -> None:
         assert len(kind.made("w", torch.zeros(2, 8))) == 2
 
 
+def test_functions_have_the_same_bits_under_autocast() -> None:
+    """Which is of one thread: a call that runs beside its caller would make other values."""
+    turn = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+
+    def turned(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return part @ turn, part[:, :1].clone()
+
+    kind, part = BlockScaled(turned, block=(1, 64), dtype=torch.float32), turn.t().contiguous()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        values, _ = kind.made("w", part)
+    assert torch.equal(values, part @ turn)
+
+
 def test_a_tensor_is_made_on_one_device() -> None:
     box = ((0, 2), (0, 32))
     parts = [Part(name, (box, (0, 0), (), ())) for name in "ab"]
