@@ -153,6 +153,30 @@ def test_a_tensor_is_made_on_one_device() -> None:
             Blocks(0, [made], sources, Quantizing(text))
 
 
+@pytest.mark.parametrize("text", ["fp8_e4m3:4x8", "mxfp8", "nvfp4"])
+def test_all_of_float16_counts_where_float32_is_flushed(text: str) -> None:
+    """Its numbers below 2^-14 are none of those that torch.set_flush_denormal is for."""
+    scheme, x = scheme_of(text), torch.arange(1 << 15).to(torch.int16).view(torch.float16)[: 31 << 10]
+    x = x.reshape(-1, 64)
+    block, low = scheme.blocks("x", x.shape), [0, 0]
+
+    def made(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        amax = torch.empty(scheme.scales_shape("x", x.shape))
+        amax_of(x, low, block, amax)
+        values = torch.empty(scheme.values_shape(x.shape), dtype=scheme.values)
+        values_of(scheme, x, low, block, amax, float(x.max()), values)
+        return amax, values.view(torch.uint8)
+
+    expected = made(x.float())
+    for flushed in (False, True):
+        torch.set_flush_denormal(flushed)
+        try:
+            found = made(x)
+        finally:
+            torch.set_flush_denormal(False)
+        assert all(map(torch.equal, found, expected)), flushed
+
+
 class OnGpu(torch.Tensor):
     """A tensor on the CPU that takes the way of those on GPUs."""
 
