@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import os
 import random
+import weakref
 
 import meshcast
 import torch
-from meshcast import BlockScaled, LayoutError, PlanMismatchError, TensorMap
+from meshcast import BlockScaled, LayoutError, MeshcastError, PlanMismatchError, TensorMap
 from multiproc.cases_quantize import held, split, values
 from multiproc.meshes import quiet_mesh
 from multiproc.oracle import coordinates, cut
@@ -365,7 +366,7 @@ def refused(context) -> None:
     square, open_ = TYPES["square"], {"w": values((40, 24), 1)}
     for given, text in (
         (None, "no type"),
-        ({"w": int8}, "<BlockScaled by_absmax (int8 by blocks of 1x64)>"),
+        ({"w": int8}, "<BlockScaled by_absmax (int8 by blocks of 1x64, _scale float32)>"),
         ({"w": "mxfp8"}, "'mxfp8'"),
     ):
         inside = context.rank in wanted
@@ -377,6 +378,7 @@ def refused(context) -> None:
             at=[ranks[0]],
         )
     first = context.rank == 0
+    all_raise("64, _scale float16)", own(by_absmax, scales=torch.float16 if first else torch.float32))
     all_raise("as own (uint8", own(by_absmax, dtype=torch.uint8 if first else torch.int8))
     all_raise("as other (int8", own(by_absmax, name="other" if first else "own"))
     all_raise("as mxfp8", {"w": "mxfp8" if first else int8})
@@ -388,4 +390,201 @@ def refused(context) -> None:
     all_raise("raised RuntimeError", {"w": int8}, fulls={"w": values((24, 63), 1)})  # a smaller block
 
 
-CASES = [drawn, straddling, maps, entries, again, bytes_on_the_wire, refused]
+def functions(context) -> None:
+    """Each is called once for each tensor of a call, whatever its name, and nothing of it is kept."""
+    ranks, wanted = split(context)
+    mesh, full = quiet_mesh(wanted), values((24, 64), 1)
+    state = held(context.rank, ranks, {"w": full, "v": full}, [Shard(0)])
+    where = {"w": (mesh, [Shard(0)]), "v": (mesh, [Shard(1)])}
+    calls, kept = [], []
+
+    def turned(part: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        calls.append(tuple(part.shape))
+        values, scale = by_absmax(part)
+        made = -values, scale
+        kept.extend(map(weakref.ref, (part, *made)))
+        return made
+
+    one = BlockScaled(by_absmax, block=(1, 64), dtype=torch.int8, name="one")
+    other = BlockScaled(turned, block=(1, 64), dtype=torch.int8, name="one")
+    for options in ({}, {"max_bytes_in_flight": 1}, {"digest": True}):
+        for w, v in ((one, other), (other, one), (one, one), (other, other)):
+            quantize = {"w": w, "v": v}
+            calls.clear()
+            kept.clear()
+            found = [
+                meshcast.reshard_state_dict(state, where, quantize=quantize, **options),
+                meshcast.StateResharder(where, quantize=quantize, **options).start(state).wait(),
+            ]
+            times = len(found) * (w is other) + len(found) * (v is other)
+            assert len(calls) == (times if context.rank in ranks else 0), calls
+            assert not [each for each in kept if each() is not None]
+            for result in found:
+                for name, kind in quantize.items():
+                    check(result, full, name, kind, mesh, context.rank)
+
+
+def dtypes_of_values(context) -> None:
+    """Those that torch can do little with as well, and ranks that are outside."""
+    ranks, wanted = split(context)
+    mesh, full = quiet_mesh(wanted), values((13, 30), 1)
+
+    def stored(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raw = (part > 0).to(torch.uint8)
+        made = raw.view(dtype) if dtype.itemsize == 1 else raw.to(dtype)
+        return made, part[:, ::10].contiguous()
+
+    for dtype in (
+        torch.bool,
+        torch.float8_e5m2,
+        torch.float4_e2m1fn_x2,
+        torch.bits8,
+        torch.uint64,
+        torch.complex64,
+        torch.float64,
+    ):
+        kind = BlockScaled(stored, block=(1, 10), dtype=dtype)
+        state = held(context.rank, ranks, {"w": full}, [Shard(1)])
+        result = meshcast.reshard_state_dict(state, {"w": (mesh, [Replicate()])}, quantize={"w": kind})
+        assert result["w"].dtype == dtype
+        if context.rank in wanted:
+            expected = stored(full)
+            for name, x in zip(("w", "w_scale"), expected, strict=True):
+                raw = result[name].to_local().reshape(-1).view(torch.uint8)
+                assert torch.equal(raw, x.reshape(-1).view(torch.uint8)), (dtype, name)
+
+
+def failing_versions(context) -> None:
+    """A function that raises on one rank alone: a version fails on all, and the next one arrives."""
+    ranks, receiver = list(range(context.world - 1)), [context.world - 1]
+    mesh, full = quiet_mesh(receiver), values((24, 64), 1)
+    state, version = held(context.rank, ranks, {"w": full}, [Shard(0)]), 0
+
+    def odd(part: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if version == 2 and context.rank == 0:
+            raise OddError
+        return by_absmax(part)
+
+    kind = BlockScaled(odd, block=(1, 64), dtype=torch.int8)
+    with meshcast.WeightSync(state, {"w": (mesh, [Shard(0)])}, quantize={"w": kind}, timeout=60) as sync:
+        for version in (1, 2, 3):
+            try:
+                if state is not None:
+                    sync.push(version)
+                else:
+                    assert sync.pull(version) == version
+            except (LayoutError, PlanMismatchError) as error:
+                assert version == 2 and "raised OddError: the weights are odd" in str(error), error
+            else:
+                assert version != 2
+                if state is None:
+                    check(sync.state, full, "w", TYPES["int8"], mesh, context.rank)
+            context.wait_for_all(f"at {version}")
+
+
+def replicas(context) -> None:
+    """With digests, copies of one block of which holders make different values are noticed."""
+    ranks, wanted = split(context)
+    mesh, full = quiet_mesh(wanted), values((24, 64), 1)
+
+    def odd(part: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made, scale = by_absmax(part)
+        return made + context.rank, scale
+
+    kind = BlockScaled(odd, block=(1, 64), dtype=torch.int8)
+    state = held(context.rank, ranks, {"w": full}, [Replicate()])
+    try:
+        meshcast.reshard_state_dict(state, {"w": (mesh, [Replicate()])}, quantize={"w": kind}, digest=True)
+    except MeshcastError as error:
+        assert "the replicas of \"values of 'w' as odd" in str(error), error
+    else:
+        raise AssertionError("two holders made different values of one block")
+
+
+def clashing_names(context) -> None:
+    """Scales never take the place of something else."""
+    ranks, wanted = split(context)
+    mesh, full, int8 = quiet_mesh(wanted), values((24, 64), 1), TYPES["int8"]
+    state = held(context.rank, ranks, {"w": full, "v": full + 1}, [Shard(0)])
+    w, v, s = ({name: (mesh, [Replicate()])} for name in ("w", "v", "s"))
+    for kind in (int8, "mxfp8"):
+        for more, where, options, text in (
+            ({}, w | v, {"quantize": {"w": (kind, "s"), "v": (kind, "s")}}, "the scales of 'w' and of 'v'"),
+            (
+                {},
+                w | s,
+                {"quantize": {"w": (kind, "s")}, "maps": TensorMap("v", "s")},
+                "which a map makes as well",
+            ),
+            ({"s": 3.5}, w, {"quantize": {"w": (kind, "s")}}, "holds as well"),
+        ):
+            given = state if state is None else {**state, **more}
+            if given is not None and "v" not in where and "maps" not in options:
+                del given["v"]
+            try:
+                meshcast.reshard_state_dict(given, where, **options)
+            except (LayoutError, PlanMismatchError) as error:
+                assert text in str(error), error
+            else:
+                raise AssertionError(f"no error about {text!r}")
+    # What a map could make under that name, and no rank asks for.
+    result = meshcast.reshard_state_dict(
+        state, w, quantize={"w": (int8, "s")}, maps=TensorMap("v", "s"), strict=False
+    )
+    assert list(result) == ["w", "s"]
+    check(result, full, "w", int8, mesh, context.rank, ["w", "s"])
+
+
+def lost_ranks(context) -> None:
+    """Where no living rank holds any of a tensor, that is said."""
+    lost = context.world - 1
+    if context.rank == lost:
+        return
+    mesh, alone = quiet_mesh([0, 1]), quiet_mesh([lost])
+    state = {"w": meshcast.TensorSpec((24, 64), torch.float32, alone, [Shard(0)])}
+    for kind in (None, "mxfp8", TYPES["int8"]):
+        try:
+            meshcast.reshard_state_dict(
+                state, {"w": (mesh, [Replicate()])}, quantize=kind and {"w": kind}, lost=[lost]
+            )
+        except LayoutError as error:
+            assert "1 box is on no live rank: 'w' [0:24, 0:64]" in str(error), error
+        else:
+            raise AssertionError("a tensor that is lost has arrived")
+
+
+def recorded_loaders(context) -> None:
+    """They take tensors as they are: a type for them would otherwise be left out without a word."""
+    full, receiver = values((24, 64), 1), context.world - 1
+    held_here = {"w": full} if context.rank == 0 else None
+    for kind in ("mxfp8", TYPES["int8"]):
+        engine = torch.nn.Linear(64, 24, bias=False) if context.rank == receiver else None
+        if engine is not None:
+            engine.load_weights = lambda pairs, own=engine: [own.weight.data.copy_(x) for _, x in pairs]
+        where = meshcast.record_destinations(engine, names_and_shapes=held_here)
+        try:
+            meshcast.reshard_state_dict(held_here, where, quantize=kind)
+        except (LayoutError, PlanMismatchError) as error:
+            assert "quantize= with recorded destinations" in str(error), error
+        else:
+            raise AssertionError("a recorded loader was given a type")
+        meshcast.reshard_state_dict(held_here, where)
+        assert engine is None or torch.equal(engine.weight.data, full)
+
+
+CASES = [
+    drawn,
+    straddling,
+    maps,
+    entries,
+    again,
+    bytes_on_the_wire,
+    refused,
+    functions,
+    dtypes_of_values,
+    failing_versions,
+    replicas,
+    clashing_names,
+    lost_ranks,
+    recorded_loaders,
+]

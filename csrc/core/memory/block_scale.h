@@ -26,12 +26,16 @@ inline constexpr float kLeastE4m3Scale = 0x1p-6F;
 
 MESHCAST_ALWAYS_INLINE float widened(float x) { return x; }
 MESHCAST_ALWAYS_INLINE float widened(BFloat16 x) { return to_float(x); }
-// to_float(Half) without branches, of which no vectors can be made.
+// to_float(Half) without branches, of which no vectors can be made. A number that is subnormal there is the
+// distance to 2^-14: no step is subnormal in float32, which torch.set_flush_denormal() makes a CPU take for
+// zero.
 MESHCAST_ALWAYS_INLINE float widened(Half x) {
   const uint32_t magnitude = x.bits & 0x7FFFU;
-  const float scaled = std::bit_cast<float>(magnitude << 13) * 0x1p112F;
+  const uint32_t normal = (magnitude << 13) + (112U << 23);
+  const float subnormal = std::bit_cast<float>(normal + (1U << 23)) - 0x1p-14F;
+  const uint32_t bits = magnitude < 0x400 ? std::bit_cast<uint32_t>(subnormal) : normal;
   const uint32_t special = magnitude >= 0x7C00 ? numbers::kInfinity : 0;
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(scaled) | special | (x.bits & 0x8000U) << 16);
+  return std::bit_cast<float>(bits | special | (x.bits & 0x8000U) << 16);
 }
 
 // A magnitude that is at most the largest of a type with kMantissa bits behind the leading one, whose smallest

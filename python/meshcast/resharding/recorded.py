@@ -47,7 +47,7 @@ _FORMAT = "meshcast.recorded/1"
 _OP = "RecordedDestinations"
 _REPLACED = (
     "after= has put another tensor in its place, at {}; what repacks or quantises a parameter runs once: "
-    "send whole tensors to the engine's own reload, or quantise on the way (quantize=)"
+    "send whole tensors to the engine's own reload, or quantise on the way to a Layout (quantize=)"
 )
 Load = Callable[[Any], Any]
 

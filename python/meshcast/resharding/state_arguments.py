@@ -160,6 +160,11 @@ def checked_call(rank: int, given: Given) -> StateCall:
         raise LayoutError(
             "only= with after= of record_destinations, which changes other parameters once more"
         )
+    if recorded is not None and given.quantize is not None:
+        raise LayoutError(
+            "quantize= with recorded destinations, whose loader takes the tensors as they are; quantise to "
+            "(mesh, placements) or a Layout, or leave quantize= out"
+        )
     landings = {} if recorded is None else recorded._landings
     landings = {name: landing for name, landing in landings.items() if selected(name)}
     for name, (device_type, dtype) in ({} if recorded is None else recorded._whole()).items():

@@ -169,6 +169,7 @@ def agree(given: Mapping[int, StateSide]) -> Agreed:
     targets: dict[str, Target] = {}
     quantizing: list[Quantized] = []
     chosen = _chosen(wanted, made, sides)
+    _check_names(chosen, wanted, makers, sides)
     scales = {scale for each in chosen.values() for scale in each.scales}
     for name, each in wanted.items():
         if name in chosen:
@@ -296,6 +297,32 @@ def _chosen(
     return found
 
 
+def _check_names(
+    chosen: Mapping[str, Quantize],
+    wanted: Mapping[str, Wanted],
+    makers: Mapping[str, TensorMap],
+    sides: Sides,
+) -> None:
+    """Raises LayoutError where scales have the name of something else, of which one would be lost."""
+    remedy = "give the scales another name: quantize={name: (type, name of the scales)}"
+    carried = {name: ranks[0] for ranks, side in reversed(sides.groups) for name in side.carried}
+    owners: dict[str, str] = {}
+    for name, each in chosen.items():
+        for scale in each.scales:
+            if scale in owners:
+                raise LayoutError(
+                    f"quantize gives the scales of {owners[scale]!r} and of {name!r} one name, {scale!r}; "
+                    f"{remedy}"
+                )
+            owners[scale] = name
+            holder = next(iter(sides.holders(scale))) if sides.holds(scale) else carried.get(scale)
+            if holder is not None or (scale in makers and scale in wanted):
+                what = "a map makes" if holder is None else f"rank {holder} holds"
+                raise LayoutError(
+                    f"quantize makes {scale!r}, the scales of {name!r}, which {what} as well; {remedy}"
+                )
+
+
 def _quantized_targets(
     name: str,
     wanted: Mapping[str, Wanted],
@@ -339,12 +366,6 @@ def _quantized_targets(
     found_targets = [values]
     scale_shapes = scheme.scale_shapes(name, shape)
     for scale, scale_shape, dtype in zip(chosen[name].scales, scale_shapes, scheme.scales, strict=True):
-        if sides.holds(scale):
-            holder = next(iter(sides.holders(scale)))
-            raise LayoutError(
-                f"quantize makes {scale!r}, the scales of {name!r}, which rank {holder} holds as well; give "
-                "the scales another name: quantize={name: (type, name of the scales)}"
-            )
         place = wanted.get(scale)
         if place is None:
             target = Target(scale, scale_shape, dtype, layout, own.device_type)
@@ -379,14 +400,14 @@ def _quantized_targets(
 def _check_kernels(source: str, held: Held, scheme: Scheme, sides: Sides) -> None:
     """Raises LayoutError where a rank that holds a tensor cannot quantise it on its device. A type of the
     user's own needs no kernels of meshcast."""
-    reasons = {rank: sides.sides[rank].obstacles[scheme.own] for rank in held.where.ranks}
-    rank = next((rank for rank, reason in reasons.items() if reason), None)
-    if held.device_type == "cuda" and rank is not None:
-        raise LayoutError(
-            f"{source!r} is on cuda, where quantize={scheme.text!r} cannot run on rank {rank}: "
-            f"{reasons[rank]}; or send a copy from the CPU, or quantise before the call",
-            peer=rank,
-        )
+    for rank in held.where.ranks if held.device_type == "cuda" else ():
+        reason = sides.sides[rank].obstacles[scheme.own] if rank in sides.sides else ""  # a lost one
+        if reason:
+            raise LayoutError(
+                f"{source!r} is on cuda, where quantize={scheme.text!r} cannot run on rank {rank}: "
+                f"{reason}; or send a copy from the CPU, or quantise before the call",
+                peer=rank,
+            )
 
 
 def _check_outputs(target: Target, wanted: Wanted, sides: Sides) -> None:

@@ -341,9 +341,17 @@ class Blocks:
         quantizing: Quantizing,
     ) -> None:
         """sources: the local tensors that this rank holds, by name. Reads once all that is quantised. Raises
-        LayoutError where this rank was not given a type of the user's own that it needs."""
+        LayoutError where this rank was not given a type of the user's own that it needs, and for a target
+        that it has on several devices."""
         self._rank = rank
         self._made = [each for each in made if rank in each.parts]
+        for each in self._made:
+            devices = sorted({str(sources[part.source].device) for part in each.parts[rank]})
+            if len(devices) > 1:
+                raise LayoutError(
+                    f"{each.name!r} is made of tensors on {' and '.join(devices)}, which quantize= cannot "
+                    "join; put all of them on one"
+                )
         self._own = {
             each.name: quantizing.own(each.name, each.scheme) for each in self._made if each.scheme.own
         }

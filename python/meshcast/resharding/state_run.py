@@ -113,7 +113,9 @@ def _wrapped(
     """The result around what arrived. specs: those made before; a copy costs a tenth."""
     shape, beside = target.shape, target.beside
     if local is None:  # outside: no elements, but the number of dimensions
-        local = _empty((0,) * len(shape), target.dtype, target.device_type).zero_()
+        local = _empty((0,) * len(shape), target.dtype, target.device_type)
+        if not shape:
+            local.zero_()
     name = target.name if beside is None else beside[0]
     if name not in call.meshes:
         return local

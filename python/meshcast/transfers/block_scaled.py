@@ -195,7 +195,10 @@ class BlockScaled:
             raise LayoutError(f"BlockScaled: name {checks.shown(name)} is no text")
         of_values, of_scales = _stored(dtype), tuple(map(_stored, named.values()))
         packs = f", {each} in a value" if each > 1 else ""
-        text = f"{name} ({dtype_name(of_values)} by blocks of {rows}x{columns}{packs})"
+        each_scale = ", ".join(
+            f"{suffix} {dtype_name(of)}" for suffix, of in zip(named, of_scales, strict=True)
+        )
+        text = f"{name} ({dtype_name(of_values)} by blocks of {rows}x{columns}{packs}, {each_scale})"
         self.quantize = quantize
         self.scheme = Scheme(text, _OWN, (rows, columns), of_values, of_scales, each, tuple(named))
 
@@ -206,13 +209,20 @@ class BlockScaled:
         """Returns values and scales of a part of a tensor, checked."""
         scheme = self.scheme
         what = f"the function of quantize={scheme.text!r}, given {tuple(part.shape)} of {name!r},"
+        before = None if part.is_inference() else part._version
         try:
-            found = self.quantize(part)
+            with torch.autocast(part.device.type, enabled=False):  # of the caller's thread alone
+                found = self.quantize(part)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             first = (str(error).splitlines() or [""])[0]
             raise LayoutError(f"{what} raised {type(error).__name__}: {first}") from error
+        if before is not None and part._version != before:
+            raise LayoutError(
+                f"{what} wrote to its argument, which may be the tensor that is held, or another thread did; "
+                "write to a clone of it"
+            )
         count = 1 + len(scheme.scales)
         results = tuple(found) if isinstance(found, tuple | list) else (found,)
         if len(results) != count or not all(isinstance(x, torch.Tensor) for x in results):
@@ -233,7 +243,7 @@ def _stored(given: Any) -> torch.dtype:
     """A dtype whose elements a tensor on the CPU can hold and copy."""
     found = checks.dtype(given)
     try:
-        torch.empty(1, dtype=found).copy_(torch.empty(1, dtype=found))
+        torch.empty(1, dtype=found, device="cpu").copy_(torch.empty(1, dtype=found, device="cpu"))
     except Exception as error:
         raise LayoutError(f"BlockScaled: tensors of {dtype_name(found)} cannot be copied by torch") from error
     return found
@@ -310,7 +320,7 @@ def amax_of(part: torch.Tensor, low: Sequence[int], block: Sequence[int], out: t
     if not part.is_cuda:
         _C.block_amax(part, low, block, out)
     elif part.numel():
-        found = torch.empty(out.shape, device=part.device)
+        found = torch.empty(out.shape, dtype=torch.float32, device=part.device)
         _C.cuda.block_amax(*_on_gpu(part), low, block, found.data_ptr(), *_stream_of(part))
         out.copy_(found)  # once it is there
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from meshcast import BlockScaled, LayoutError
 from meshcast.base.wire import pack, unpack
+from meshcast.resharding.state_quantize import Blocks, Part, quantized
 from meshcast.transfers import block_scaled as module
 from meshcast.transfers.block_scaled import Quantize, Quantizing, amax_of, scheme_of, values_of
 
@@ -52,8 +54,11 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any], text: str) -> None:
 
 def test_names_of_types() -> None:
     made = partial(BlockScaled, block=(2, 8), dtype=torch.uint8)
-    assert repr(made(by_something)) == "<BlockScaled by_something (uint8 by blocks of 2x8)>"
-    assert made(by_something, packed=2).scheme.text == "by_something (uint8 by blocks of 2x8, 2 in a value)"
+    text = "by_something (uint8 by blocks of 2x8, _scale float32)"
+    assert repr(made(by_something)) == f"<BlockScaled {text}>"
+    text = "by_something (uint8 by blocks of 2x8, 2 in a value, _a bfloat16, _b uint8)"
+    scales = {"_a": torch.bfloat16, "_b": torch.uint8}
+    assert made(by_something, packed=2, scales=scales).scheme.text == text
     assert made(partial(by_something), name="mine").scheme.text.startswith("mine (")
     assert made(partial(by_something)).scheme.text.startswith("partial (")
 
@@ -75,6 +80,7 @@ def test_types_that_differ_are_no_equals() -> None:
         scheme_of(text) for text in ("mxfp8", "nvfp4", "fp8_e4m3:2x8")
     ]
     assert len({*schemes}) == len(schemes)
+    assert len({each.text for each in schemes}) == len(schemes)  # else messages would not show what differs
     for scheme in schemes:
         asked = Quantize(scheme, ("a",), False)
         assert unpack(Quantize, pack(asked)) == asked
@@ -109,6 +115,66 @@ def test_memory_that_is_short_stays_what_it_is() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         BlockScaled(short, block=(1, 8), dtype=torch.int8).made("w", torch.zeros(2, 8))
+
+
+def test_functions_do_not_write_to_their_argument() -> None:
+    """Which may be the weights themselves."""
+
+    def scaled(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return part.mul_(2).to(torch.int8), part[:, ::8].clone()
+
+    kind = BlockScaled(scaled, block=(1, 8), dtype=torch.int8)
+    with pytest.raises(LayoutError, match=r"given \(2, 8\) of 'w', wrote to its argument"):
+        kind.made("w", torch.zeros(2, 8))
+    with torch.inference_mode():  # no versions are counted
+        assert len(kind.made("w", torch.zeros(2, 8))) == 2
+
+
+def test_functions_have_the_same_bits_under_autocast() -> None:
+    """Which is of one thread: a call that runs beside its caller would make other values."""
+    turn = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+
+    def turned(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return part @ turn, part[:, :1].clone()
+
+    kind, part = BlockScaled(turned, block=(1, 64), dtype=torch.float32), turn.t().contiguous()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        values, _ = kind.made("w", part)
+    assert torch.equal(values, part @ turn)
+
+
+def test_a_tensor_is_made_on_one_device() -> None:
+    box = ((0, 2), (0, 32))
+    parts = [Part(name, (box, (0, 0), (), ())) for name in "ab"]
+    for text in ("mxfp8", "nvfp4"):
+        made = quantized("w", scheme_of(text), (2, 32), torch.float32, {0: parts})
+        sources = {"a": torch.zeros(2, 32), "b": torch.zeros(2, 32, device="meta")}
+        with pytest.raises(LayoutError, match="'w' is made of tensors on cpu and meta"):
+            Blocks(0, [made], sources, Quantizing(text))
+
+
+@pytest.mark.parametrize("text", ["fp8_e4m3:4x8", "mxfp8", "nvfp4"])
+def test_all_of_float16_counts_where_float32_is_flushed(text: str) -> None:
+    """Its numbers below 2^-14 are none of those that torch.set_flush_denormal is for."""
+    scheme, x = scheme_of(text), torch.arange(1 << 15).to(torch.int16).view(torch.float16)[: 31 << 10]
+    x = x.reshape(-1, 64)
+    block, low = scheme.blocks("x", x.shape), [0, 0]
+
+    def made(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        amax = torch.empty(scheme.scales_shape("x", x.shape))
+        amax_of(x, low, block, amax)
+        values = torch.empty(scheme.values_shape(x.shape), dtype=scheme.values)
+        values_of(scheme, x, low, block, amax, float(x.max()), values)
+        return amax, values.view(torch.uint8)
+
+    expected = made(x.float())
+    for flushed in (False, True):
+        torch.set_flush_denormal(flushed)
+        try:
+            found = made(x)
+        finally:
+            torch.set_flush_denormal(False)
+        assert all(map(torch.equal, found, expected)), flushed
 
 
 class OnGpu(torch.Tensor):
@@ -154,6 +220,15 @@ class Kernels:
         self.streams.append((stream[0], stream[1]))
 
 
+@pytest.fixture(params=[torch.float32, torch.float64], ids=str)
+def by_default(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The dtype that torch gives new tensors."""
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("by_default")
 @pytest.mark.parametrize("text", ["fp8_e4m3:4x6", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_kernels_are_given_the_boxes_of_tensors_on_gpus(text: str, dtype: torch.dtype) -> None:
@@ -162,7 +237,7 @@ def test_kernels_are_given_the_boxes_of_tensors_on_gpus(text: str, dtype: torch.
     part, low = full[3:20, 32:], (3, 32)
     block = scheme.blocks("x", full.new_empty(33, 64).shape)
     counts = [-(-(at + n) // by) - at // by for at, n, by in zip(low, part.shape, block, strict=True)]
-    expected = torch.empty(counts)
+    expected = torch.empty(counts, dtype=torch.float32)
     amax_of(part, low, block, expected)
     values = torch.empty(scheme.values_shape(part.shape), dtype=scheme.values)
     values_of(scheme, part, low, block, expected, 3.0, values)
@@ -172,7 +247,7 @@ def test_kernels_are_given_the_boxes_of_tensors_on_gpus(text: str, dtype: torch.
         mock.patch.object(torch.cuda, "current_stream", lambda device: stream if device == -1 else None),
     ):
         there = part.as_subclass(OnGpu)
-        amax = torch.full(counts, 9.0)
+        amax = torch.full(counts, 9.0, dtype=torch.float32)
         amax_of(there, low, block, amax)
         assert torch.equal(amax, expected)
         found = torch.zeros_like(values)
