@@ -8,7 +8,7 @@ All arithmetic is in float32, of the values of the source as they are:
 - ``fp8_e4m3:RxC``: scale = max(amax, 1e-12) / 448; value = x / scale, at most 448, as float8_e4m3fn. torchao
   0.18, quantization/quant_primitives.py: `_choose_scale_float8` with ``hp_value_lb=1e-12``, and
   `_quantize_affine_float8`. Blocks at the end of a tensor may be smaller, as in the checkpoints of
-DeepSeek-V3.
+  DeepSeek-V3.
 - ``mxfp8``: blocks of 32 along the last dimension. scale = 2^(floor(log2(amax)) - 8), at least 2^-127, as
   float8_e8m0fnu; value = x / max(scale, 2^-126), at most 448, as float8_e4m3fn. torchao 0.18,
   prototype/mx_formats/mx_tensor.py: `to_mx` with ``ScaleCalculationMode.FLOOR``.
