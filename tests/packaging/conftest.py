@@ -44,7 +44,9 @@ class Interpreter:
     def run(
         self, *args: str, cwd: Path, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+        # pip needs names of hosts, for which tests/conftest.py lets nobody wait.
+        left = ("PYTHONPATH", "PYTHONHOME", "RES_OPTIONS")
+        clean = {key: value for key, value in os.environ.items() if key not in left}
         return subprocess.run(
             [str(self.python), *args],
             cwd=cwd,
