@@ -55,7 +55,7 @@ MESHCAST_HOST_DEVICE uint32_t lane_amax(const Memory& memory, const BlockedView&
                                         int64_t warp, int64_t warps, int lane) {
   const int last = box.view.ndim - 1;
   const std::byte* from = box.view.data;
-  int64_t size[kMaxDims];  // NOLINT(*-avoid-c-arrays): registers
+  int64_t size[kMaxDims];  // NOLINT(*-avoid-c-arrays): local to a thread
   int64_t rows = 1;
   for (int d = last; d >= 0; --d) {
     const int64_t count = box.num_blocks(d);
